@@ -1,0 +1,1 @@
+"""Long-document classification: the command, its shell scripts, notebook and demo."""

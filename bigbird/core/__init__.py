@@ -1,0 +1,1 @@
+"""Models, attention, recomputation, data and training shared by every task."""

@@ -1,0 +1,131 @@
+"""BigBirdConfig: what a model is made of, checked once, before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+ATTENTION_TYPES = ("original_full", "simulated_sparse", "block_sparse")
+NORM_TYPES = ("prenorm", "postnorm")
+PATTERN_LENGTHS = ("model", "input")
+CHECKPOINTING_POLICIES = ("none", "full", "every_n", "attention", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class BigBirdConfig:
+    """Sizes, attention pattern and memory policy of an encoder or encoder-decoder.
+
+    Field names are the flags' names. Every layer takes `params`, either such a config or a
+    dict with the same keys (`BigBirdConfig.from_params`).
+
+    Raises:
+      ValueError: for a value outside its range, naming the field, the value and the remedy.
+    """
+
+    attention_probs_dropout_prob: float = 0.1
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    hidden_size: int = 768
+    initializer_range: float = 0.02
+    intermediate_size: int = 3072
+    max_position_embeddings: int = 4096
+    num_attention_heads: int = 12
+    num_hidden_layers: int = 12
+    type_vocab_size: int = 2
+    use_bias: bool = True
+    rescale_embedding: bool = False
+    scope: str = "bert"
+    vocab_size: int = 50358
+    pad_token_id: int = 0
+
+    attention_type: str = "block_sparse"
+    norm_type: str = "postnorm"
+    block_size: int = 16
+    num_rand_blocks: int = 3
+    max_encoder_length: int = 1024
+    pattern_length: str = "model"
+
+    use_gradient_checkpointing: bool = False
+    gradient_checkpointing_policy: str | None = None
+    gradient_checkpointing_every_n: int = 2
+    memory_budget_gb: float | None = None
+
+    def __post_init__(self):
+        self._check_positive()
+        self._check_choices()
+        for field in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
+            rate = getattr(self, field)
+            if not 0.0 <= rate < 1.0:
+                raise ValueError(f"{field}={rate}: expected a dropout rate in [0, 1).")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not divisible by "
+                f"num_attention_heads={self.num_attention_heads}: change --hidden_size or "
+                "--num_attention_heads so that every head gets the same width."
+            )
+        if self.max_encoder_length > self.max_position_embeddings:
+            raise ValueError(
+                f"max_encoder_length={self.max_encoder_length} is beyond the position table "
+                f"(max_position_embeddings={self.max_position_embeddings}): shorten "
+                "--max_encoder_length or enlarge --max_position_embeddings."
+            )
+
+    def _check_positive(self):
+        for field in (
+            "hidden_size",
+            "intermediate_size",
+            "max_position_embeddings",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "type_vocab_size",
+            "vocab_size",
+            "block_size",
+            "max_encoder_length",
+            "gradient_checkpointing_every_n",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)}: expected at least 1.")
+        if self.num_rand_blocks < 0:
+            raise ValueError(f"num_rand_blocks={self.num_rand_blocks}: expected at least 0.")
+        if self.memory_budget_gb is not None and self.memory_budget_gb <= 0:
+            raise ValueError(f"memory_budget_gb={self.memory_budget_gb}: expected more than 0.")
+
+    def _check_choices(self):
+        for field, choices in (
+            ("attention_type", ATTENTION_TYPES),
+            ("norm_type", NORM_TYPES),
+            ("pattern_length", PATTERN_LENGTHS),
+            ("gradient_checkpointing_policy", (None, *CHECKPOINTING_POLICIES)),
+        ):
+            if getattr(self, field) not in choices:
+                names = ", ".join(choice for choice in choices if choice is not None)
+                raise ValueError(f"{field}={getattr(self, field)!r}: expected one of {names}.")
+
+    @property
+    def head_size(self) -> int:
+        """Width E of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def checkpointing_policy(self) -> str:
+        """The policy in force: an explicit one wins; the plain switch alone means `full`."""
+        if self.gradient_checkpointing_policy is not None:
+            return self.gradient_checkpointing_policy
+        return "full" if self.use_gradient_checkpointing else "none"
+
+    @classmethod
+    def from_params(cls, params: BigBirdConfig | Mapping[str, Any]) -> BigBirdConfig:
+        """Returns `params`, or the config of a dict; keys that are no field are left out."""
+        if isinstance(params, cls):
+            return params
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in params.items() if key in known})
+
+    def replace(self, **changes) -> BigBirdConfig:
+        """Returns a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as a new dict, ready for JSON."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,93 @@
+"""Encoder layers keep Keras habits: config, every dtype, masks of all forms, recomputation."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras as keras
+
+from bigbird.core import encoder
+from bigbird.core.attention import MultiHeadedAttentionLayer
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 640,
+    "block_size": 64,
+    "num_rand_blocks": 1,
+    "hidden_dropout_prob": 0.0,
+}
+
+
+def _hidden(length=640, batch=1):
+    values = np.random.default_rng(0).standard_normal([batch, length, 16])
+    return tf.constant(values, tf.float32)
+
+
+@pytest.mark.parametrize(
+    "layer_class",
+    [encoder.EncoderLayer, encoder.PrenormEncoderLayer, encoder.PostnormEncoderLayer],
+)
+def test_a_layer_is_made_again_from_its_config(layer_class):
+    layer = layer_class("block_sparse", **SIZES, seed=3, name="layer_0")
+    hidden = _hidden()
+    expected = layer(hidden)
+    again = layer_class.from_config(layer.get_config())
+    again.build(hidden.shape)
+    again.set_weights(layer.get_weights())
+    np.testing.assert_array_equal(again(hidden), expected)
+
+
+def test_the_2021_mask_arguments_equal_the_token_mask():
+    layer = encoder.PostnormEncoderLayer("block_sparse", **SIZES, name="layer_0")
+    hidden = _hidden()
+    tokens = np.arange(640)[None] < 600
+    mask = tf.constant(tokens, tf.float32)
+    expected = layer(hidden, tf.constant(tokens))
+    actual = layer(
+        hidden, None, None, mask[:, None, :, None], mask[:, None, None, :], None, training=False
+    )
+    np.testing.assert_array_equal(actual[:, :600], expected[:, :600])
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.bool, tf.float32, tf.bfloat16])
+@pytest.mark.parametrize("attention_type", ["original_full", "block_sparse"])
+def test_masks_of_any_dtype_work_compiled(attention_type, dtype):
+    layer = encoder.EncoderLayer(attention_type, **SIZES, name="layer_0")
+    hidden = _hidden()
+    tokens = tf.constant(np.arange(640)[None] < 600)
+    compiled = tf.function(layer, jit_compile=True)
+    np.testing.assert_allclose(
+        compiled(hidden, tf.cast(tokens, dtype))[:, :600],
+        layer(hidden, tokens)[:, :600],
+        atol=1e-5,
+    )
+
+
+def test_a_layer_trains_inside_a_functional_model():
+    inputs = keras.Input([640, 16])
+    layer = encoder.add_gradient_recomputation(encoder.EncoderLayer)("block_sparse", **SIZES)
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)[:, 0]))
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    model.fit(_hidden(batch=2), np.ones([2, 1]), epochs=1, verbose=0)
+    changed = [not np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)]
+    # The key bias moves no softmax, so it alone may keep its value.
+    assert sum(changed) >= len(changed) - 1
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="norm_type='sandwich'"):
+        encoder.EncoderLayer("block_sparse", norm_type="sandwich")
+    with pytest.raises(ValueError, match="attention_type='ring'"):
+        MultiHeadedAttentionLayer("ring")
+
+
+def test_sparse_attention_between_unlike_lengths_is_refused():
+    with pytest.raises(ValueError, match="self-attention"):
+        MultiHeadedAttentionLayer("block_sparse", from_seq_length=64, to_seq_length=128)
+
+
+def test_attention_returns_heads_apart():
+    layer = MultiHeadedAttentionLayer("original_full", 2, 8, name="attention/self")
+    assert layer(_hidden(32), _hidden(48)).shape == [1, 32, 2, 8]

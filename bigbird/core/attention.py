@@ -114,9 +114,7 @@ def block_sparse_attention(query, key, value, token_mask, layout):
         tf.reshape(gathered_mask, [-1, num_heads, num_blocks, 1, keys_per_row]),
     )
     probabilities = tf.reshape(tf.cast(probabilities, value.dtype), tf.shape(scores))
-    context = tf.einsum(
-        "BHNSKT,BHNKTE->BHNSE", probabilities, _gather_blocks(value_blocks, listed)
-    )
+    context = tf.einsum("BHNSKT,BHNKTE->BHNSE", probabilities, _gather_blocks(value_blocks, listed))
 
     first = _global_block(query_blocks[:, :, 0], key, value, token_mask)
     last = _global_block(query_blocks[:, :, -1], key, value, token_mask)
@@ -232,9 +230,7 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
         self.query = projection("query", query_act)
         self.key = projection("key", key_act)
         self.value = projection("value", value_act)
-        self.dropout = RecomputingDropout(
-            attention_probs_dropout_prob, name=f"{self.name}/dropout"
-        )
+        self.dropout = RecomputingDropout(attention_probs_dropout_prob, name=f"{self.name}/dropout")
         self._model_layout = self._pattern_of_the_model()
 
     def _pattern_of_the_model(self):
@@ -445,9 +441,7 @@ def bigbird_block_rand_mask_with_head(
     )
 
 
-def full_bigbird_mask(
-    from_seq_length, to_seq_length, from_block_size, to_block_size, rand_attn
-):
+def full_bigbird_mask(from_seq_length, to_seq_length, from_block_size, to_block_size, rand_attn):
     """The pattern of one head as a 0/1 matrix `[L, L]`, from its random blocks `[N-2, R]`."""
     _check_equal_blocks(from_seq_length, to_seq_length, from_block_size, to_block_size)
     layout = block_layout.layout_from_random_blocks(np.asarray(rand_attn)[None], from_block_size)

@@ -159,9 +159,7 @@ def _assign(variables, reader, prefix):
         missing=tuple(sorted(set(variables) - set(shapes))),
         unused=tuple(
             sorted(
-                name
-                for name in set(shapes) - set(variables)
-                if not _OPTIMIZER_STATE.search(name)
+                name for name in set(shapes) - set(variables) if not _OPTIMIZER_STATE.search(name)
             )
         ),
         mismatched=tuple(

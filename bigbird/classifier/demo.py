@@ -1,0 +1,136 @@
+"""The tour behind `make demo`: train, evaluate, export and serve a 4,096-token classifier.
+
+It runs the commands a user would, on the built-in documents, and prints each one first.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import tensorflow as tf
+
+from bigbird.classifier.run_classifier import BertClassifier
+from bigbird.core import builtin_documents
+from bigbird.core.config import BigBirdConfig
+from bigbird.core.memory import planned_memory
+from bigbird.core.vocabulary import find_vocabulary, vocabulary_size
+
+RUN = pathlib.Path("runs/demo")
+SIZES = {
+    "max_encoder_length": 4096,
+    "block_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "hidden_dropout_prob": 0.0,
+}
+BATCH_SIZE = 4
+TRAINING = {
+    "data_dir": "builtin://documents",
+    "vocab_model_file": "builtin",
+    "num_labels": 5,
+    "optimizer": "Adam",
+    "learning_rate": 1e-3,
+    "num_train_steps": 200,
+    "num_warmup_steps": 20,
+    "train_batch_size": BATCH_SIZE,
+    "eval_batch_size": BATCH_SIZE,
+    "save_checkpoints_steps": 100,
+    "log_steps": 20,
+}
+SERVE = """
+import sys, tensorflow as tf, tensorflow_text
+served = tf.saved_model.load(sys.argv[1]).signatures["serving_default"]
+print(served(tf.constant([sys.stdin.read()]))["probabilities"].numpy()[0].tolist())
+"""
+
+
+def main():
+    """Runs the tour."""
+    start = time.time()
+    _print_title("1. The built-in documents and their vocabulary")
+    test = _documents("test")
+    labels = sorted({document["label"] for document in test})
+    majority = max(sum(d["label"] == label for d in test) for label in labels) / len(test)
+    print(f"{len(_documents('train'))} training and {len(test)} test documents of {labels}.")
+
+    _print_title("2. Memory of one training step at 4,096 tokens, planned by XLA")
+    for checkpointing in (False, True):
+        planned = _planned_step(checkpointing) / 2**20
+        print(f"gradient checkpointing {'on ' if checkpointing else 'off'}: {planned:,.0f} MiB")
+
+    _print_title("3. Train, evaluate, export")
+    shutil.rmtree(RUN, ignore_errors=True)
+    sizes = [f"--{name}={value}" for name, value in (SIZES | TRAINING).items()]
+    _run(
+        "bigbird.classifier.run_classifier",
+        *sizes,
+        "--use_gradient_checkpointing",
+        f"--output_dir={RUN}",
+        "--do_eval",
+        "--do_export",
+    )
+
+    _print_title("4. Load the export in a new process and classify a document")
+    document = test[0]
+    served = subprocess.run(
+        [sys.executable, "-c", SERVE, str(RUN / "export")],
+        input=document["text"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if served.returncode:
+        sys.exit(served.stderr)
+    probabilities = json.loads(served.stdout)
+    guess = labels[probabilities.index(max(probabilities))]
+    print(f"A document of {document['label']!r} was taken for {guess!r}:")
+    for label, probability in zip(labels, probabilities, strict=True):
+        print(f"  {label:<12}{probability:6.1%}")
+
+    results = json.loads((RUN / f"eval_results_{TRAINING['num_train_steps']}.json").read_text())
+    _print_title("Summary")
+    print(f"accuracy {results['accuracy']:.1%}, majority class {majority:.1%}")
+    print(f"{time.time() - start:.0f} seconds; the run is in {RUN}")
+
+
+def _documents(split):
+    lines = (builtin_documents.prepare() / f"{split}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _planned_step(checkpointing: bool) -> int:
+    """Bytes of one forward and backward pass of the demo's model."""
+    vocab_size = vocabulary_size(find_vocabulary("builtin"))
+    config = BigBirdConfig(
+        vocab_size=vocab_size, use_gradient_checkpointing=checkpointing, **SIZES
+    )
+    model = BertClassifier(config, TRAINING["num_labels"])
+
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(ids, training=True))
+        return tape.gradient(loss, model.trainable_variables)
+
+    spec = tf.TensorSpec([BATCH_SIZE, config.max_encoder_length], tf.int32)
+    return planned_memory(step, spec).total_bytes
+
+
+def _print_title(title):
+    print(f"\n\033[1m{title}\033[0m", flush=True)
+
+
+def _run(module, *arguments):
+    command = [sys.executable, "-m", module, *arguments]
+    print("$ python -m", module, " ".join(arguments), flush=True)
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

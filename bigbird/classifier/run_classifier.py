@@ -1,0 +1,400 @@
+"""Command: trains, evaluates, exports and serves a classifier of long documents.
+
+    bigbird-classify --data_dir=builtin://documents --vocab_model_file=builtin --do_eval --do_export
+
+The way of a run: flags -> data sources, checked -> `BertClassifier` -> `training.train`,
+`training.evaluate`, `training.export_saved_model`, `predict_file`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+
+import tensorflow as tf
+import tf_keras as keras
+
+from bigbird.core import flags, training
+from bigbird.core.callbacks import write_atomically
+from bigbird.core.checkpoint import load_tf1_checkpoint
+from bigbird.core.config import BigBirdConfig
+from bigbird.core.data import classification_dataset, encode_documents, open_source
+from bigbird.core.devices import create_strategy, precision_scope
+from bigbird.core.layers import build_in_scope, create_initializer
+from bigbird.core.modeling import BertModel
+from bigbird.core.optimization import LinearWarmupLinearDecay, create_optimizer
+from bigbird.core.recompute_grad import RecomputingDropout
+from bigbird.core.vocabulary import Tokenizer, find_vocabulary
+
+FLAGS = flags.FLAGS
+
+# Flags that decide the result of a run, besides the model's and the training settings.
+_RESULT_FLAGS = (
+    "data_dir",
+    "vocab_model_file",
+    "substitute_newline",
+    "pad_to_batch",
+    "init_checkpoint",
+    "optimizer",
+    "learning_rate",
+    "num_warmup_steps",
+    "weight_decay_rate",
+    "optimizer_beta1",
+    "optimizer_beta2",
+    "optimizer_epsilon",
+    "num_labels",
+)
+
+flags.define_task_flags(
+    data_dir="tfds://imdb_reviews/plain_text",
+    max_encoder_length=512,
+    substitute_newline=None,
+    batch_size=8,
+    optimizer="AdamWeightDecay",
+    learning_rate=1e-5,
+    num_train_steps=16000,
+    num_warmup_steps=1000,
+    save_checkpoints_steps=1000,
+)
+flags.DEFINE_integer("num_labels", 2, "Number of classes.")
+flags.DEFINE_bool(
+    "pad_to_batch",
+    False,
+    "Whether to pad a batch to its longest document instead of --max_encoder_length.",
+)
+flags.DEFINE_bool("do_predict", False, "Whether to score the documents of --input_file.")
+flags.DEFINE_string(
+    "input_file", None, "Documents to score: .jsonl or .csv with `text`, or .txt, one a line."
+)
+flags.DEFINE_string("output_file", None, "Scores; OUTPUT_DIR/predictions.jsonl where unset.")
+
+
+class ClassifierLossLayer(keras.layers.Layer):
+    """Dropout and a projection to class log-probabilities, with the mean cross entropy.
+
+    log p = log softmax(W drop(x) + b)          loss = -mean_B log p[label]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_labels: int,
+        dropout_prob: float = 0.0,
+        initializer=None,
+        use_bias: bool = True,
+        name: str = "classifier",
+        **kwargs,
+    ):
+        """Creates the layer and its variables, whose shapes are known."""
+        super().__init__(name=name, **kwargs)
+        self.hidden_size = hidden_size
+        self.num_labels = num_labels
+        self.dropout_prob = dropout_prob
+        self.initializer = initializer
+        self.use_bias = use_bias
+        self.dropout = RecomputingDropout(dropout_prob, name=f"{name}/dropout")
+        build_in_scope(self, [None, hidden_size])
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(
+            "kernel",
+            [self.hidden_size, self.num_labels],
+            initializer=self.initializer or create_initializer(),
+        )
+        self.bias = None
+        if self.use_bias:
+            self.bias = self.add_weight("bias", [self.num_labels], initializer="zeros")
+        self.built = True
+
+    def call(self, input_tensor, labels=None, training=None):
+        """Classifies `[B, D]`.
+
+        Args:
+          labels: int `[B]`; without them the loss is 0.
+
+        Returns:
+          `(loss [], log_probs float32 [B, classes])`.
+        """
+        hidden = self.dropout(input_tensor, training=training)
+        logits = tf.einsum("BD,DC->BC", hidden, self.kernel)
+        if self.use_bias:
+            logits += self.bias
+        log_probs = tf.nn.log_softmax(tf.cast(logits, tf.float32))
+        if labels is None:
+            return tf.zeros([]), log_probs
+        picked = tf.gather(log_probs, tf.cast(labels, tf.int32), axis=1, batch_dims=1)
+        return -tf.reduce_mean(picked), log_probs
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "num_labels": self.num_labels,
+            "dropout_prob": self.dropout_prob,
+            "initializer": self.initializer,
+            "use_bias": self.use_bias,
+        }
+
+
+class BertClassifier(training.SeededModel):
+    """A `BertModel` and a `ClassifierLossLayer`: token ids to class log-probabilities."""
+
+    def __init__(self, params, num_labels: int, **kwargs):
+        """Creates the model from a `BigBirdConfig` or a dict of the same keys."""
+        super().__init__(**kwargs)
+        config = BigBirdConfig.from_params(params)
+        self.num_labels = num_labels
+        self.bert = BertModel(config)
+        self.classifier = ClassifierLossLayer(
+            config.hidden_size,
+            num_labels,
+            config.hidden_dropout_prob,
+            create_initializer(config.initializer_range),
+            name=f"{config.scope}/classifier",
+        )
+        self.built = True
+
+    def call(self, input_ids, training=None):
+        """`[B, L]` token ids -> float32 `[B, classes]` log-probabilities."""
+        _, pooled_output = self.bert(input_ids, training=training)
+        _, log_probs = self.classifier(pooled_output, training=training)
+        return log_probs
+
+    def get_config(self):
+        return {"params": self.bert.config.to_dict(), "num_labels": self.num_labels}
+
+
+class ServedClassifier(tf.Module):
+    """What an export holds: strings in, class probabilities out."""
+
+    def __init__(self, model: BertClassifier, encode):
+        """Serves `model`; `encode` turns strings `[B]` into ids `[B, L]`."""
+        super().__init__()
+        self.model = model
+        self.encode = encode
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
+    def serve(self, text):
+        """Returns `probabilities [B, classes]` and the likeliest `label [B]`."""
+        log_probs = self.model(self.encode(text), training=False)
+        return {"probabilities": tf.exp(log_probs), "label": tf.argmax(log_probs, axis=1)}
+
+
+def input_fn_builder(
+    data_dir,
+    vocab_model_file,
+    max_encoder_length,
+    substitute_newline,
+    is_training,
+    tmp_dir=None,
+):
+    """Returns `input_fn(params)`, which gives batches `(ids [B, L], labels [B])`.
+
+    Args:
+      data_dir: `tfds://…`, `builtin://…`, a directory or a file.
+      is_training: shuffled and endless from the training split, or once over the test split.
+      tmp_dir: where TFDS finds and prepares data sets.
+
+    Returns:
+      A function of a dict with `batch_size`.
+    """
+
+    def input_fn(params):
+        return _dataset(
+            data_dir,
+            vocab_model_file,
+            max_encoder_length,
+            substitute_newline,
+            is_training,
+            params["batch_size"],
+            tmp_dir,
+        )
+
+    return input_fn
+
+
+def _dataset(
+    data_dir,
+    vocab_model_file,
+    max_encoder_length,
+    substitute_newline,
+    is_training,
+    batch_size,
+    tfds_data_dir,
+    start_step=0,
+):
+    source = open_source(
+        data_dir,
+        "train" if is_training else "test",
+        fields=("text", "label"),
+        tfds_data_dir=tfds_data_dir or FLAGS["tfds_data_dir"].value,
+        num_labels=FLAGS["num_labels"].value,
+    )
+    return classification_dataset(
+        source,
+        Tokenizer(find_vocabulary(vocab_model_file)),
+        flags.special_tokens(),
+        max_length=max_encoder_length,
+        batch_size=batch_size,
+        training=is_training,
+        seed=FLAGS["seed"].value,
+        start_step=start_step,
+        substitute_newline=substitute_newline,
+        pad_to_batch=FLAGS["pad_to_batch"].value,
+        block_size=FLAGS["block_size"].value,
+    )
+
+
+def _dataset_of_flags(is_training, start_step=0):
+    return _dataset(
+        FLAGS.data_dir,
+        FLAGS.vocab_model_file,
+        FLAGS.max_encoder_length,
+        FLAGS.substitute_newline,
+        is_training,
+        FLAGS.train_batch_size if is_training else FLAGS.eval_batch_size,
+        FLAGS.tfds_data_dir,
+        start_step,
+    )
+
+
+def _settings() -> training.TrainingSettings:
+    return training.TrainingSettings(
+        output_dir=FLAGS.output_dir,
+        num_train_steps=FLAGS.num_train_steps,
+        train_batch_size=FLAGS.train_batch_size,
+        eval_batch_size=FLAGS.eval_batch_size,
+        save_checkpoints_steps=FLAGS.save_checkpoints_steps,
+        log_steps=FLAGS.log_steps,
+        keep_checkpoints=FLAGS.keep_checkpoints,
+        best_metric="accuracy",
+        best_mode="max",
+        seed=FLAGS.seed,
+        gradient_accumulation_steps=FLAGS.gradient_accumulation_steps,
+        jit_compile=FLAGS.jit_compile,
+        mixed_precision=FLAGS.mixed_precision,
+    )
+
+
+def _compiled_model(config: BigBirdConfig, settings: training.TrainingSettings) -> BertClassifier:
+    # The command owns its process: one seed decides the initial weights.
+    keras.utils.set_random_seed(FLAGS.seed)
+    strategy = create_strategy(
+        use_tpu=FLAGS.use_tpu,
+        tpu_name=FLAGS.tpu_name,
+        master=FLAGS.master,
+        tpu_zone=FLAGS.tpu_zone,
+        tpu_job_name=FLAGS.tpu_job_name,
+        gcp_project=FLAGS.gcp_project,
+    )
+    with precision_scope(settings.mixed_precision), strategy.scope():
+        model = BertClassifier(config, FLAGS.num_labels)
+        optimizer = create_optimizer(
+            FLAGS.optimizer,
+            LinearWarmupLinearDecay(
+                FLAGS.learning_rate, FLAGS.num_train_steps, FLAGS.num_warmup_steps
+            ),
+            weight_decay_rate=FLAGS.weight_decay_rate,
+            beta_1=FLAGS.optimizer_beta1,
+            beta_2=FLAGS.optimizer_beta2,
+            epsilon=FLAGS.optimizer_epsilon,
+        )
+        model.compile(
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+            **settings.compile_arguments(),
+        )
+    return model
+
+
+def _encoder_of_strings():
+    tokenizer = Tokenizer(find_vocabulary(FLAGS.vocab_model_file))
+    return functools.partial(
+        encode_documents,
+        tokenizer=tokenizer,
+        special=flags.special_tokens(),
+        max_length=FLAGS.max_encoder_length,
+        substitute_newline=FLAGS.substitute_newline,
+        # A pattern that follows the input's length needs that length when the graph is made.
+        pad_to_longest=FLAGS.pattern_length == "model",
+        block_size=FLAGS.block_size,
+    )
+
+
+def predict_file(model: BertClassifier, encode, input_file, output_file, batch_size: int):
+    """Scores the documents of a file, one JSON line each, in the order of the file.
+
+    A line holds `index`, `label` and `probabilities`. The file appears when all are scored.
+
+    Raises:
+      ValueError: for a file without documents, or one that cannot be read.
+    """
+    source = open_source(input_file, None, fields=("text",))
+    served = ServedClassifier(model, encode)
+    lines = []
+    progress = keras.utils.Progbar(source.num_examples, unit_name="document")
+    for batch in source.dataset.batch(batch_size):
+        scores = served.serve(batch["text"])
+        labels, probabilities = scores["label"].numpy(), scores["probabilities"].numpy()
+        for label, row in zip(labels.tolist(), probabilities.tolist(), strict=True):
+            lines.append({"index": len(lines), "label": label, "probabilities": row})
+        progress.update(len(lines))
+    write_atomically(output_file, "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def _weights_of_the_run(model, settings) -> int:
+    """Loads the newest weights of `output_dir`, or keeps those of `init_checkpoint`: their step."""
+    if FLAGS.init_checkpoint and not tf.io.gfile.exists(settings.output_dir):
+        return 0
+    return training.restore_weights(model, settings.output_dir)
+
+
+def main(_):
+    """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
+    if not (FLAGS.do_train or FLAGS.do_eval or FLAGS.do_export or FLAGS.do_predict):
+        raise ValueError("Nothing to do: give --do_train, --do_eval, --do_export or --do_predict.")
+    if FLAGS.do_predict and not FLAGS.input_file:
+        raise ValueError("--do_predict needs --input_file: a .jsonl, .csv or .txt of documents.")
+    settings = _settings()
+    config = flags.model_config()
+    evaluation = _dataset_of_flags(is_training=False) if FLAGS.do_eval else None
+    model = _compiled_model(config, settings)
+    print(f"The model has {model.count_params():,} parameters.")
+    if FLAGS.init_checkpoint:
+        print(load_tf1_checkpoint(model.bert, FLAGS.init_checkpoint, head=model.classifier))
+
+    if FLAGS.do_train:
+        training.train(
+            model,
+            lambda start_step: _dataset_of_flags(is_training=True, start_step=start_step),
+            settings,
+            config={**config.to_dict(), **{name: FLAGS[name].value for name in _RESULT_FLAGS}},
+            validation_dataset=evaluation,
+        )
+        step = settings.num_train_steps
+    else:
+        step = _weights_of_the_run(model, settings)
+
+    if FLAGS.do_eval:
+        for name, value in training.evaluate(model, evaluation, settings, step).items():
+            print(f"{name} = {value}")
+    encode = _encoder_of_strings()
+    if FLAGS.do_export:
+        path = os.path.join(settings.output_dir, "export")
+        training.export_saved_model(ServedClassifier(model, encode), path)
+        print(f"Exported to {path}.")
+    if FLAGS.do_predict:
+        output_file = FLAGS.output_file or os.path.join(settings.output_dir, "predictions.jsonl")
+        predict_file(model, encode, FLAGS.input_file, output_file, FLAGS.eval_batch_size)
+        print(f"Wrote the scores to {output_file}.")
+
+
+def run():
+    """Entry of the installed command."""
+    flags.run(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,135 @@
+"""Vocabularies: where SentencePiece models are found, and text to ids and back inside the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+
+import sentencepiece
+import tensorflow as tf
+import tensorflow_text
+
+from bigbird.core import builtin_documents
+
+# Names of the 2021 toolkit's vocabularies, and where it keeps their files.
+_NAMED = ("gpt2", "pegasus")
+_HOME_OF_NAMED = "the folder bigbird/vocab of https://github.com/google-research/bigbird"
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """Ids with a meaning of their own; the defaults are those of the 2021 vocabularies."""
+
+    pad: int = 0
+    eos: int = 1
+    bos: int = 2
+    cls: int = 65
+    sep: int = 66
+    mask: int = 67
+
+    def check(self, vocab_size: int, *names: str) -> None:
+        """Checks that the vocabulary holds the named special ids.
+
+        Raises:
+          ValueError: for an id outside `[0, vocab_size)`.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if not 0 <= value < vocab_size:
+                raise ValueError(
+                    f"The special id {name}={value} is not in the vocabulary, whose ids are 0 to "
+                    f"{vocab_size - 1}: set --{name}_id to that vocabulary's id, or give another "
+                    "--vocab_model_file."
+                )
+
+
+def find_vocabulary(vocab_model_file: str) -> str:
+    """Returns the path of a vocabulary.
+
+    Args:
+      vocab_model_file: a path; `gpt2` or `pegasus`, looked up as `gpt2.model` in
+        `$BIGBIRD_VOCAB_DIR` and then in the user cache (`~/.cache/bigbird/vocab`); or `builtin`,
+        trained on the built-in documents when it is first asked for.
+
+    Raises:
+      ValueError: where there is no such file; the message says how to get it.
+    """
+    if vocab_model_file == "builtin":
+        return str(builtin_documents.prepare() / builtin_documents.VOCABULARY_FILE)
+    if vocab_model_file in _NAMED:
+        return _find_named(vocab_model_file)
+    if not tf.io.gfile.exists(vocab_model_file) or tf.io.gfile.isdir(vocab_model_file):
+        raise ValueError(
+            f"--vocab_model_file={vocab_model_file}: expected a SentencePiece model file, or one "
+            f"of the names {', '.join(_NAMED)}, builtin; there is no such file."
+        )
+    return vocab_model_file
+
+
+def vocabulary_size(path: str) -> int:
+    """Returns the number of pieces of a SentencePiece model file.
+
+    Raises:
+      ValueError: where the file is no SentencePiece model.
+    """
+    return _parse(_read(path), path).get_piece_size()
+
+
+class Tokenizer:
+    """A SentencePiece vocabulary as TensorFlow operations; they can be part of a SavedModel.
+
+    Attributes:
+      vocab_size: number of pieces V; ids are 0 to V - 1.
+    """
+
+    def __init__(self, path: str):
+        """Reads the SentencePiece model file at `path`.
+
+        Raises:
+          ValueError: where the file is no SentencePiece model.
+        """
+        self._model = _read(path)
+        self.vocab_size = _parse(self._model, path).get_piece_size()
+
+    def tokenize(self, text) -> tf.RaggedTensor:
+        """Strings `[B]` -> ids, int32 `[B, (length)]`. Any bytes are accepted."""
+        return self._operations().tokenize(text)
+
+    def detokenize(self, ids) -> tf.Tensor:
+        """Ids `[B, (length)]` -> strings `[B]`; special ids give no text."""
+        return self._operations().detokenize(ids)
+
+    def _operations(self) -> tensorflow_text.SentencepieceTokenizer:
+        # Made anew in every graph, which then owns the parsed model. One that is made eagerly
+        # belongs to TensorFlow's kernel cache, and is gone after `tf.random.set_seed`.
+        return tensorflow_text.SentencepieceTokenizer(self._model, out_type=tf.int32)
+
+
+def _find_named(name: str) -> str:
+    folders = [builtin_documents.user_cache() / "vocab"]
+    if os.environ.get("BIGBIRD_VOCAB_DIR"):
+        folders.insert(0, pathlib.Path(os.environ["BIGBIRD_VOCAB_DIR"]))
+    candidates = [folder / f"{name}.model" for folder in folders]
+    for path in candidates:
+        if path.is_file():
+            return str(path)
+    raise ValueError(
+        f"--vocab_model_file={name}: {name}.model was looked for at "
+        f"{' and '.join(map(str, candidates))}. Get it from {_HOME_OF_NAMED} and put it there, "
+        "set $BIGBIRD_VOCAB_DIR to its folder, or give a path; `builtin` needs no file."
+    )
+
+
+def _read(path: str) -> bytes:
+    with tf.io.gfile.GFile(path, "rb") as file:
+        return file.read()
+
+
+def _parse(model: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(model)
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
+    return processor

@@ -108,9 +108,7 @@ def _documents(split):
 def _planned_step(checkpointing: bool) -> int:
     """Bytes of one forward and backward pass of the demo's model."""
     vocab_size = vocabulary_size(find_vocabulary("builtin"))
-    config = BigBirdConfig(
-        vocab_size=vocab_size, use_gradient_checkpointing=checkpointing, **SIZES
-    )
+    config = BigBirdConfig(vocab_size=vocab_size, use_gradient_checkpointing=checkpointing, **SIZES)
     model = BertClassifier(config, TRAINING["num_labels"])
 
     def step(ids):

@@ -63,6 +63,12 @@ flags.DEFINE_bool(
     False,
     "Whether to pad a batch to its longest document instead of --max_encoder_length.",
 )
+flags.DEFINE_string(
+    "validation_split",
+    None,
+    "Split that is scored at every checkpoint and chooses the best one; the last evaluation is "
+    "always of the test split.",
+)
 flags.DEFINE_bool("do_predict", False, "Whether to score the documents of --input_file.")
 flags.DEFINE_string(
     "input_file", None, "Documents to score: .jsonl or .csv with `text`, or .txt, one a line."
@@ -206,7 +212,7 @@ def input_fn_builder(
             vocab_model_file,
             max_encoder_length,
             substitute_newline,
-            is_training,
+            "train" if is_training else "test",
             params["batch_size"],
             tmp_dir,
         )
@@ -219,14 +225,14 @@ def _dataset(
     vocab_model_file,
     max_encoder_length,
     substitute_newline,
-    is_training,
+    split,
     batch_size,
     tfds_data_dir,
     start_step=0,
 ):
     source = open_source(
         data_dir,
-        "train" if is_training else "test",
+        split,
         fields=("text", "label"),
         tfds_data_dir=tfds_data_dir or FLAGS["tfds_data_dir"].value,
         num_labels=FLAGS["num_labels"].value,
@@ -237,7 +243,7 @@ def _dataset(
         flags.special_tokens(),
         max_length=max_encoder_length,
         batch_size=batch_size,
-        training=is_training,
+        training=split == "train",
         seed=FLAGS["seed"].value,
         start_step=start_step,
         substitute_newline=substitute_newline,
@@ -246,14 +252,14 @@ def _dataset(
     )
 
 
-def _dataset_of_flags(is_training, start_step=0):
+def _dataset_of_flags(split, start_step=0):
     return _dataset(
         FLAGS.data_dir,
         FLAGS.vocab_model_file,
         FLAGS.max_encoder_length,
         FLAGS.substitute_newline,
-        is_training,
-        FLAGS.train_batch_size if is_training else FLAGS.eval_batch_size,
+        split,
+        FLAGS.train_batch_size if split == "train" else FLAGS.eval_batch_size,
         FLAGS.tfds_data_dir,
         start_step,
     )
@@ -355,11 +361,14 @@ def main(_):
     """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
     if not (FLAGS.do_train or FLAGS.do_eval or FLAGS.do_export or FLAGS.do_predict):
         raise ValueError("Nothing to do: give --do_train, --do_eval, --do_export or --do_predict.")
+    if FLAGS.validation_split == "train":
+        raise ValueError("--validation_split=train: expected another split than the training one.")
     if FLAGS.do_predict and not FLAGS.input_file:
         raise ValueError("--do_predict needs --input_file: a .jsonl, .csv or .txt of documents.")
     settings = _settings()
     config = flags.model_config()
-    evaluation = _dataset_of_flags(is_training=False) if FLAGS.do_eval else None
+    evaluation = _dataset_of_flags("test") if FLAGS.do_eval else None
+    validation = _dataset_of_flags(FLAGS.validation_split) if FLAGS.validation_split else None
     model = _compiled_model(config, settings)
     print(f"The model has {model.count_params():,} parameters.")
     if FLAGS.init_checkpoint:
@@ -368,10 +377,10 @@ def main(_):
     if FLAGS.do_train:
         training.train(
             model,
-            lambda start_step: _dataset_of_flags(is_training=True, start_step=start_step),
+            lambda start_step: _dataset_of_flags("train", start_step),
             settings,
             config={**config.to_dict(), **{name: FLAGS[name].value for name in _RESULT_FLAGS}},
-            validation_dataset=evaluation,
+            validation_dataset=validation,
         )
         step = settings.num_train_steps
     else:

@@ -70,6 +70,7 @@ def finished_run(data_dir, vocabulary_file, tmp_path_factory):
             output_dir=output_dir,
             input_file=data_dir / "test.jsonl",
         ),
+        "--validation_split=test",
         "--do_eval",
         "--do_export",
         "--do_predict",
@@ -83,7 +84,10 @@ def _predictions(output_dir):
 
 def test_the_head_is_a_softmax_with_the_mean_cross_entropy():
     head = run_classifier.ClassifierLossLayer(3, 4, name="bert/classifier")
-    assert [v.name for v in head.variables] == ["bert/classifier/kernel:0", "bert/classifier/bias:0"]
+    assert [v.name for v in head.variables] == [
+        "bert/classifier/kernel:0",
+        "bert/classifier/bias:0",
+    ]
     hidden = np.random.default_rng(0).standard_normal([2, 3])
     logits = hidden @ head.kernel.numpy().astype(np.float64) + head.bias.numpy()
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -101,6 +105,11 @@ def test_results_are_written_as_text_and_json(finished_run):
     guesses = [prediction["label"] for prediction in _predictions(finished_run)]
     right = np.mean([g == d["label"] for g, d in zip(guesses, DOCUMENTS, strict=True)])
     np.testing.assert_allclose(results["accuracy"], right, rtol=1e-6)
+
+
+def test_validation_scores_follow_the_checkpoints(finished_run):
+    rows = (finished_run / "validation.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "2", "3"]
 
 
 def test_every_document_is_scored_in_order_the_empty_one_too(finished_run):
@@ -132,11 +141,7 @@ def test_the_export_gives_the_same_numbers_in_a_new_process(finished_run):
 
 def test_a_finished_run_is_not_trained_again(finished_run, data_dir, vocabulary_file):
     before = (finished_run / "train.csv").read_text()
-    _run(
-        *_arguments(
-            data_dir=data_dir, vocab_model_file=vocabulary_file, output_dir=finished_run
-        )
-    )
+    _run(*_arguments(data_dir=data_dir, vocab_model_file=vocabulary_file, output_dir=finished_run))
     assert (finished_run / "train.csv").read_text() == before
 
 
@@ -167,6 +172,7 @@ def test_another_configuration_in_the_same_directory_is_refused(
         ({"init_checkpoint": "nowhere/model.ckpt-0"}, "init_checkpoint='nowhere/model.ckpt-0'"),
         ({"do_train": False, "do_predict": True}, "--input_file"),
         ({"do_train": False}, "Nothing to do"),
+        ({"validation_split": "train"}, "validation_split=train"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_written(
@@ -195,9 +201,7 @@ def test_bad_training_data_is_told_before_anything_is_written(
     output_dir = tmp_path / "run"
     with pytest.raises(ValueError) as error:
         _run(
-            *_arguments(
-                data_dir=tmp_path, vocab_model_file=vocabulary_file, output_dir=output_dir
-            )
+            *_arguments(data_dir=tmp_path, vocab_model_file=vocabulary_file, output_dir=output_dir)
         )
     assert told in str(error.value)
     assert not output_dir.exists()

@@ -429,13 +429,14 @@ def _deep_step(wrap):
     return step, tf.TensorSpec([256, 16])
 
 
-# Matrix products in the order of execution: M of a layer, G of a gradient. The backward pass needs
-# the first product of a layer again; a layer's gradient has four, that of the first layer three.
+# Matrix products in the order of execution: M of a layer, G of a gradient. A layer has two products
+# and its gradient four, that of the first layer three; all but one of those need the first product
+# of the layer again.
 @pytest.mark.parametrize(
     "wrap, order",
     [
-        (lambda f: f, 4 * "MM" + 3 * "GGGG" + "GGG"),
-        (recompute_grad, 4 * "MM" + 3 * "MGGGG" + "MGGG"),
+        (lambda f: f, "MM" * 4 + "GGGG" * 3 + "GGG"),
+        (recompute_grad, "MM" * 4 + "(MGGGG|GMGGG)" * 3 + "(MGGG|GMGG)"),
     ],
     ids=["kept", "recomputed"],
 )
@@ -445,7 +446,8 @@ def test_the_compiled_program_recomputes_each_layer_when_its_gradient_arrives(wr
     assert "is_scheduled=true" in program
     entry = program[program.index("\nENTRY ") :]
     products = re.findall(r"^.* dot\(.*op_name=\"([^\"]*)\"", entry, re.MULTILINE)
-    assert "".join("G" if "gradient_tape" in name else "M" for name in products) == order
+    scheduled = "".join("G" if "gradient_tape" in name else "M" for name in products)
+    assert re.fullmatch(order, scheduled), scheduled
 
 
 def test_recomputation_lowers_the_planned_temporaries():
@@ -847,8 +849,9 @@ def _check_in_a_process_of_two_devices_and_auto_clustering(directory):
 
     value, gradient = _value_and_gradient(tf.saved_model.load(directory))
     expected = np.load(pathlib.Path(directory) / "expected.npz")
-    np.testing.assert_allclose(value, expected["value"], rtol=1e-6)
-    np.testing.assert_allclose(gradient, expected["gradient"], rtol=1e-6)
+    # XLA computes tanh its own way, to within a few units in the last place of 1.
+    np.testing.assert_allclose(value, expected["value"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected["gradient"], rtol=0, atol=1e-6)
 
 
 def test_auto_clustering_two_replicas_and_a_reloaded_export(tmp_path):

@@ -1,9 +1,15 @@
-"""Shared fixtures: the recorded reference numbers and tiny model parameters."""
+"""Shared fixtures: recorded numbers, tiny model parameters, a tiny vocabulary, data files."""
 
+import csv
+import json
 import pathlib
 
 import pytest
+import tensorflow as tf
 
+from bigbird.core import builtin_documents
+
+WORDS = "attention block sparse dense matrix memory gradient layer token window".split()
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 
 
@@ -28,3 +34,59 @@ def tiny_params():
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
+
+
+@pytest.fixture(scope="session")
+def vocabulary_file(tmp_path_factory):
+    """A SentencePiece model of about 120 pieces with the 2021 special ids."""
+    texts = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
+    path = tmp_path_factory.mktemp("vocabulary") / "tiny.model"
+    path.write_bytes(builtin_documents.train_vocabulary(texts, vocab_size=120))
+    return str(path)
+
+
+@pytest.fixture
+def write_tfrecord():
+    """Writes dicts of strings, bytes and integers as a TFRecord file of `tf.train.Example`."""
+
+    def write(path, records):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for record in records:
+                features = {name: _feature(value) for name, value in record.items()}
+                example = tf.train.Example(features=tf.train.Features(feature=features))
+                writer.write(example.SerializeToString())
+
+    return write
+
+
+@pytest.fixture
+def write_jsonl():
+    """Writes dicts as a JSONL file."""
+
+    def write(path, records):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    return write
+
+
+@pytest.fixture
+def write_csv():
+    """Writes dicts of equal keys as a CSV file."""
+
+    def write(path, records):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, records[0].keys())
+            writer.writeheader()
+            writer.writerows(records)
+
+    return write
+
+
+def _feature(value):
+    if isinstance(value, int):
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+    value = value if isinstance(value, bytes) else value.encode()
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))

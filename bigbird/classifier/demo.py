@@ -24,10 +24,10 @@ RUN = pathlib.Path("runs/demo")
 SIZES = {
     "max_encoder_length": 4096,
     "block_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_size": 128,
-    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "hidden_dropout_prob": 0.0,
 }
 BATCH_SIZE = 4
@@ -36,8 +36,8 @@ TRAINING = {
     "vocab_model_file": "builtin",
     "num_labels": 5,
     "optimizer": "Adam",
-    "learning_rate": 1e-3,
-    "num_train_steps": 200,
+    "learning_rate": 2e-3,
+    "num_train_steps": 150,
     "num_warmup_steps": 20,
     "train_batch_size": BATCH_SIZE,
     "eval_batch_size": BATCH_SIZE,

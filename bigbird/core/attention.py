@@ -1,12 +1,12 @@
 """Multi-headed attention: dense, simulated sparse and block sparse, over one pattern.
 
 Axis letters: B batch, H heads, L tokens, Q query tokens, T key tokens, E width of a head, D model,
-N blocks, S tokens in a block, K key blocks of a row, R random blocks.
+N blocks, S tokens in a block, R random blocks.
 
 All three compute softmax(Q Kᵀ / sqrt(E) + mask) V and differ in the pairs they look at: all of
 them, or those of a `block_layout.BlockLayout`, by a dense score matrix (the readable reference)
-or by gathering key blocks (linear in L). Scores and softmax are float32 whatever the compute
-dtype. A row with no key to attend to gives zeros.
+or streamed over blocks by `attention_core` (linear in L). Scores and softmax are float32 whatever
+the compute dtype. A row with no key to attend to gives zeros.
 
 Source: Vaswani et al., arXiv:1706.03762, section 3.2; Zaheer et al., arXiv:2007.14062, section 2.
 """
@@ -18,6 +18,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 from bigbird.core import block_layout
+from bigbird.core.attention_core import attend
 from bigbird.core.layers import build_in_scope, create_initializer, get_activation
 from bigbird.core.recompute_grad import RecomputingDropout
 
@@ -60,7 +61,7 @@ def simulated_sparse_attention(query, key, value, token_mask, layout):
 
     A key block that a row lists m times weighs m times: its scores get log(m).
 
-    Args: as `block_sparse_attention`.
+    Args: as those of `attention_core.attend`, which gives the same numbers.
     """
     num_blocks = query.shape[2] // layout.block_size
     key_blocks = tf.constant(layout.key_blocks)
@@ -73,69 +74,6 @@ def simulated_sparse_attention(query, key, value, token_mask, layout):
     mask = (counts > 0) & token_mask[:, tf.newaxis, tf.newaxis, :]
     context = dense_attention(query, key, value, mask, bias=tf.math.log(tf.maximum(counts, 1.0)))
     return _zero_padded_queries(context, token_mask)
-
-
-def block_sparse_attention(query, key, value, token_mask, layout):
-    """Attention of every block to the key blocks that the pattern lists: linear in L.
-
-    Args:
-      query, key, value: `[B, H, L, E]`, L a multiple of the block size and at most the
-        layout's length. A shorter input sees the pattern's first blocks, as if it were padded
-        to the layout's length and the padding masked.
-      token_mask: boolean `[B, L]`, True = a real token.
-      layout: a `block_layout.BlockLayout`.
-
-    Returns:
-      `[B, H, L, E]`; rows of padding are zeros.
-
-    Source: Zaheer et al., arXiv:2007.14062, appendix D.
-    """
-    size = layout.block_size
-    length = query.shape[2] if query.shape[2] is not None else tf.shape(query)[2]
-    num_blocks = length // size
-    num_heads, head_size = query.shape[1], query.shape[3]
-
-    def split(tensor):  # [B, H, L, E] -> [B, H, N, S, E]
-        return tf.reshape(tensor, [-1, num_heads, num_blocks, size, head_size])
-
-    query_blocks, key_blocks, value_blocks = split(query), split(key), split(value)
-    block_mask = tf.reshape(token_mask, [-1, num_blocks, size])
-
-    listed = tf.constant(layout.key_blocks)[:, :num_blocks]
-    present = (listed >= 0) & (listed < num_blocks)
-    listed = tf.where(present, listed, 0)
-    gathered_mask = tf.gather(block_mask, listed, axis=1) & present[..., tf.newaxis]
-
-    scores = tf.einsum("BHNSE,BHNKTE->BHNSKT", query_blocks, _gather_blocks(key_blocks, listed))
-    scores = tf.cast(scores, tf.float32) * head_size**-0.5
-    keys_per_row = listed.shape[-1] * size
-    probabilities = masked_softmax(
-        tf.reshape(scores, [-1, num_heads, num_blocks, size, keys_per_row]),
-        tf.reshape(gathered_mask, [-1, num_heads, num_blocks, 1, keys_per_row]),
-    )
-    probabilities = tf.reshape(tf.cast(probabilities, value.dtype), tf.shape(scores))
-    context = tf.einsum("BHNSKT,BHNKTE->BHNSE", probabilities, _gather_blocks(value_blocks, listed))
-
-    first = _global_block(query_blocks[:, :, 0], key, value, token_mask)
-    last = _global_block(query_blocks[:, :, -1], key, value, token_mask)
-    context = tf.concat([first[:, :, tf.newaxis], context[:, :, 1:]], axis=2)
-    # In an input shorter than the pattern, the last block is a row like any other.
-    last = tf.where(tf.equal(num_blocks, layout.num_blocks), last, context[:, :, -1])
-    context = tf.concat([context[:, :, :-1], last[:, :, tf.newaxis]], axis=2)
-    return _zero_padded_queries(tf.reshape(context, tf.shape(query)), token_mask)
-
-
-def _gather_blocks(blocks, listed):
-    """Picks blocks `[B, H, N, S, E]` by ids `[H, N, K]`: `[B, H, N, K, S, E]`."""
-    num_heads, size, head_size = blocks.shape[1], blocks.shape[3], blocks.shape[4]
-    num_blocks = tf.shape(blocks)[2]
-    flat = tf.reshape(blocks, [-1, num_heads * num_blocks, size, head_size])
-    heads = tf.range(num_heads)[:, tf.newaxis, tf.newaxis]
-    return tf.gather(flat, heads * num_blocks + listed, axis=1)
-
-
-def _global_block(query, key, value, token_mask):
-    return dense_attention(query, key, value, token_mask[:, tf.newaxis, tf.newaxis, :])
 
 
 def _zero_padded_queries(context, token_mask):
@@ -301,12 +239,10 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
         else:
             if mask is None:
                 mask = tf.ones(tf.shape(to_tensor)[:2], tf.bool)
-            attend = (
-                block_sparse_attention
-                if self.attention_type == "block_sparse"
-                else simulated_sparse_attention
-            )
-            context = attend(query, key, value, mask, layout)
+            compute = attend
+            if self.attention_type == "simulated_sparse":
+                compute = simulated_sparse_attention
+            context = compute(query, key, value, mask, layout)
         return tf.transpose(context, [0, 2, 1, 3])
 
     def _split_heads(self, tensor):
@@ -380,7 +316,7 @@ def bigbird_block_sparse_attention(
     """
     layout = block_layout.layout_from_random_blocks(np.asarray(rand_attn), from_block_size)
     token_mask = tf.cast(to_mask[:, 0, 0, :], tf.bool)
-    context = block_sparse_attention(query_layer, key_layer, value_layer, token_mask, layout)
+    context = attend(query_layer, key_layer, value_layer, token_mask, layout)
     return tf.transpose(context, [0, 2, 1, 3])
 
 

@@ -3,14 +3,17 @@
 `recompute_grad(f)` computes what `f` computes. Its gradient keeps only the arguments of the call
 and runs `f` a second time in the backward pass, so that a stack of layers holds the activations of
 one layer at a time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
-arXiv:1604.06174, section 4). The second run must repeat the first exactly:
+arXiv:1604.06174, section 4). The second run has to repeat the first exactly, so
 
-* random masks come from seeds which `RecomputeContext` derives, never from stateful generators;
-* Keras's dtype casting and training mode, which live only as long as a layer's `__call__`, are
-  entered again;
-* arguments, bit for bit the same, wait for the incoming gradient, so that a compiler can neither
-  merge the second run with the first nor start it early.
+* dropout masks come from seeds that a `RecomputeContext` derives, not from stateful generators;
+* Keras's dtype casting and training mode, which end with a layer's `__call__`, are entered again;
+* the arguments, bit for bit the same, wait for the incoming gradient: a compiler can neither merge
+  the second run with the first nor start it early.
+
+Read `recompute_grad` first, then `_after`. Axis letters: none; everything here is shape agnostic.
 """
+
+from __future__ import annotations
 
 import collections
 import contextlib
@@ -26,38 +29,29 @@ import tf_keras as keras
 from tf_keras.src.engine import base_layer_utils
 from tf_keras.src.mixed_precision import autocast_variable
 
-# Named, because the default differs between compiled and uncompiled code and a dropout mask may be
-# drawn once in each.
+# Named, because the default differs between compiled and uncompiled code, and a dropout mask may
+# be drawn once in each.
 _GENERATOR = "philox"
 
 
-# --------------------------------------------------------------------------------------
-# Seeds
-# --------------------------------------------------------------------------------------
-
-
-class _ContextStack(threading.local):
-    def __init__(self):
-        self.contexts = []
-
-
-_stack = _ContextStack()
+# ------------------------------------------------------------------------------ seeds
 
 
 class RecomputeContext:
-    """Gives every dropout of a forward pass, and of its recomputation, a seed of its own.
+    """Gives every dropout of a forward pass, and its recomputation, a seed of its own.
 
-    The k-th dropout with the salt s under the context seed c draws its mask from
-    `fold_in(c, crc32("s:k"))`. A training step enters the context around its forward pass with a
-    seed made of the run's seed and the step, inside the `tf.function` that runs the step: masks
-    then differ between layers and steps and depend on neither retracing nor compilation.
+    The k-th dropout with the salt s draws its mask from fold_in(seed, crc32("s:k")). A training
+    step enters the context around its forward pass with a seed made of the run's seed and the step,
+    inside the `tf.function` that runs the step. Masks then differ between layers and steps, and
+    depend on neither retracing nor compilation.
 
         with RecomputeContext(seed=tf.stack([run_seed, step])):
-            loss = loss_fn(model(features, training=True))
+            loss = loss_fn(labels, model(features, training=True))
 
     Args:
-      seed: Integer scalar or shape [2]. None draws one from TensorFlow's global generator.
-      is_recomputing: Whether this is the second run of a function in the backward pass.
+      seed: Integer scalar or pair. None draws one from TensorFlow's global generator.
+      is_recomputing: Whether what runs inside is the second run of a recomputed function.
+      uses: Counts, by salt, of the dropouts to continue after. None starts at the first.
 
     Attributes:
       seed: int32 tensor [2].
@@ -67,40 +61,41 @@ class RecomputeContext:
       ValueError: If `seed` is not an integer scalar or pair.
     """
 
-    def __init__(self, seed=None, is_recomputing=False):
+    def __init__(self, seed=None, is_recomputing=False, uses=None):
         self.seed = _draw_seed() if seed is None else _as_seed(seed)
         self.is_recomputing = is_recomputing
-        self._uses = collections.Counter()
+        self._uses = collections.Counter(uses)
 
     def __enter__(self):
-        _stack.contexts.append(self)
+        _active.contexts.append(self)
         return self
 
     def __exit__(self, *exc_info):
-        _stack.contexts.pop()
+        _active.contexts.pop()
 
     def next_seed(self, salt):
-        """Returns the int32 seed [2] of the next dropout with this salt (an integer or string)."""
+        """Returns the int32 seed [2] of the next dropout with `salt`, an integer or a string."""
         use = self._uses[salt]
         self._uses[salt] += 1
         data = zlib.crc32(f"{salt}:{use}".encode()) & 0x7FFFFFFF
         return tf.random.fold_in(self.seed, data, alg=_GENERATOR)
 
-    def replay(self):
-        """Returns a function of a seed that makes a context which repeats this one from here on."""
-        uses = self._uses.copy()
+    def uses(self):
+        """Returns a copy of the counts, by salt, of the dropouts so far."""
+        return self._uses.copy()
 
-        def recomputing_context(seed):
-            context = RecomputeContext(seed, is_recomputing=True)
-            context._uses = uses.copy()
-            return context
 
-        return recomputing_context
+class _ActiveContexts(threading.local):
+    def __init__(self):
+        self.contexts = []
+
+
+_active = _ActiveContexts()
 
 
 def get_recompute_context():
     """Returns the innermost active `RecomputeContext` of this thread, or None."""
-    return _stack.contexts[-1] if _stack.contexts else None
+    return _active.contexts[-1] if _active.contexts else None
 
 
 def _draw_seed():
@@ -109,42 +104,39 @@ def _draw_seed():
 
 def _as_seed(seed):
     seed = tf.convert_to_tensor(seed)
-    if not seed.dtype.is_integer or not (
-        seed.shape.rank == 0 or seed.shape.is_compatible_with([2])
-    ):
+    is_scalar = seed.shape.rank == 0
+    if not seed.dtype.is_integer or not (is_scalar or seed.shape.is_compatible_with([2])):
         raise ValueError(
-            "A seed must be an integer scalar or have the shape [2]; received "
+            "A seed must be an integer scalar or an integer tensor of shape [2]; received "
             f"{seed.dtype.name} of shape {seed.shape}. Pass for example tf.stack([run_seed, step])."
         )
     seed = tf.cast(seed, tf.int32)
-    return tf.stack([seed, 0]) if seed.shape.rank == 0 else seed
+    return tf.stack([seed, 0]) if is_scalar else seed
 
 
-# --------------------------------------------------------------------------------------
-# Dropout
-# --------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ dropout
 
 
 def stateless_dropout(x, rate, seed, noise_shape=None, name=None):
-    """Sets a fraction `rate` of the elements to zero and scales the others to keep the mean.
+    """Sets elements to zero with probability `rate` and scales the others to keep the mean.
 
-    y = x / (1 - rate) where u >= rate, else 0, with u uniform in [0, 1) and a function of `seed`
-    alone: the mask is the same in eager, graph and compiled code.
+    y = x / (1 - rate) where u >= rate, else 0; u, uniform in [0, 1), is a function of `seed` alone,
+    the same in eager, graph and compiled code.
 
     Args:
       x: Floating tensor.
-      rate: Number in [0, 1), the probability of dropping an element.
+      rate: Number in [0, 1).
       seed: Integer tensor [2].
-      noise_shape: Shape of the mask, broadcast to `x`; None entries take the size of `x`.
+      noise_shape: Shape of u, broadcast to that of `x`; None entries take the size of `x`.
       name: Name of the operation.
 
     Returns:
       Tensor of the shape and dtype of `x`.
 
     Raises:
-      ValueError: If `x` is not floating, or `rate`, `seed` or `noise_shape` is out of range.
+      ValueError: If `x` is not floating, or `rate`, `seed` or `noise_shape` does not fit.
 
-    Source: Srivastava et al., "Dropout", 2014, section 4.
+    Source: Srivastava et al., "Dropout", JMLR 15, 2014, section 4.
     """
     _check_rate(rate)
     x = tf.convert_to_tensor(x)
@@ -156,15 +148,15 @@ def stateless_dropout(x, rate, seed, noise_shape=None, name=None):
     if rate == 0:
         return x
     with tf.name_scope(name or "stateless_dropout"):
-        # Comparing integers drops exactly round(rate * 2**32) of the 2**32 possible draws.
+        # Comparing integers drops exactly round(rate * 2**32) of the 2**32 values of a draw.
         draws = tf.random.stateless_uniform(
             _mask_shape(x, noise_shape), _as_seed(seed), None, None, tf.uint32, alg=_GENERATOR
         )
         keep = draws >= tf.constant(round(rate * 2**32), tf.uint32)
-        # 1 / (1 - rate) rounded to 16 bits would bias the mean.
-        dtype = tf.float32 if x.dtype.size < 4 else x.dtype
-        scaled = tf.cast(tf.cast(x, dtype) / tf.cast(1 - rate, dtype), x.dtype)
-        return tf.where(keep, scaled, tf.zeros([], x.dtype))
+        # In 16 bits the rounded scale would shift the mean.
+        scale_dtype = tf.float32 if x.dtype.size < 4 else x.dtype
+        scaled = tf.cast(x, scale_dtype) * tf.constant(1 / (1 - rate), scale_dtype)
+        return tf.where(keep, tf.cast(scaled, x.dtype), tf.zeros([], x.dtype))
 
 
 def _check_rate(rate):
@@ -191,18 +183,18 @@ def _mask_shape(x, noise_shape):
 class RecomputingDropout(keras.layers.Layer):
     """Dropout whose mask in a recomputation is the mask of the forward pass.
 
-    Takes its seed from the active `RecomputeContext`; without one it draws a seed from TensorFlow's
-    global generator at every call.
+    The seed comes from the active `RecomputeContext`; where there is none, each call draws one from
+    TensorFlow's global generator.
 
     Args:
       rate: Number in [0, 1), the probability of dropping an element.
-      noise_shape: Shape of the mask, see `stateless_dropout`.
-      seed: Integer that sets this layer's masks apart within a context; None uses its name.
+      noise_shape: As in `stateless_dropout`.
+      seed: Integer that sets this layer's masks apart within a context. None uses its name.
       force_recomputation: Whether a call outside any context is an error.
-      **kwargs: Of `keras.layers.Layer`.
+      **kwargs: As in `keras.layers.Layer`.
 
     Raises:
-      ValueError: If `rate` is out of range, or at a call outside any context that was forced.
+      ValueError: If `rate` is out of range, or at a forced call outside any context.
     """
 
     def __init__(self, rate, noise_shape=None, seed=None, force_recomputation=False, **kwargs):
@@ -215,9 +207,11 @@ class RecomputingDropout(keras.layers.Layer):
         self.supports_masking = True
 
     def call(self, inputs, training=None):
-        if not training or self.rate == 0:
-            return tf.identity(inputs)
-        return stateless_dropout(inputs, self.rate, self._next_seed(), self.noise_shape)
+        def dropped():
+            return stateless_dropout(inputs, self.rate, self._next_seed(), self.noise_shape)
+
+        training = False if training is None or self.rate == 0 else training
+        return tf.__internal__.smart_cond.smart_cond(training, dropped, lambda: tf.identity(inputs))
 
     def _next_seed(self):
         context = get_recompute_context()
@@ -234,8 +228,8 @@ class RecomputingDropout(keras.layers.Layer):
     def _salt(self):
         if self.seed is not None:
             return self.seed
-        # Keras numbers unnamed layers by what else the process has built; the number says nothing
-        # about this model, and the context counts layers of one name.
+        # Keras numbers unnamed layers by what else the process has built, which says nothing about
+        # this model. Layers left with one name are told apart by the order of their calls.
         return re.sub(r"_\d+$", "", self.name)
 
     def compute_output_shape(self, input_shape):
@@ -251,9 +245,7 @@ class RecomputingDropout(keras.layers.Layer):
         }
 
 
-# --------------------------------------------------------------------------------------
-# Recomputation
-# --------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ recomputation
 
 
 def recompute_grad(f, seed=None):
@@ -301,11 +293,12 @@ def _call_and_recompute(f, args, kwargs, seed):
     """Calls `f` and gives the call a gradient that calls it again."""
     arguments = tf.nest.map_structure(_variable_to_tensor, (args, kwargs))
     tensors, rebuild_arguments = _split_tensors(arguments)
-    context = _context_of_call(seed)
-    recomputing_context = context.replay()
-    # Copies in the graph of this loop or branch, all that its gradient can refer to.
+    active = get_recompute_context()
+    context = active if seed is None and active else RecomputeContext(seed)
+    uses = context.uses()
+    # Copies in the graph of this loop or branch, if any: its gradient can refer to nothing else.
     *tensors, seed = [tf.identity(x) for x in [*tensors, context.seed]]
-    keras_call = _capture_keras_call()
+    enter_keras_call = _capture_keras_call()
     rebuild_outputs = None
 
     def run(tensors):
@@ -327,8 +320,8 @@ def _call_and_recompute(f, args, kwargs, seed):
         bind = _bind_captures(tf.compat.v1.get_default_graph())
 
         def backward(*output_gradients, variables=()):
-            *inputs, tied_seed = _after(output_gradients, [*tensors, seed])
-            with keras_call(), recomputing_context(tied_seed):
+            *inputs, late_seed = _after(output_gradients, [*tensors, seed])
+            with enter_keras_call(), RecomputeContext(late_seed, is_recomputing=True, uses=uses):
                 input_gradients, variable_gradients = bind(
                     lambda: _vector_jacobian_product(
                         lambda: run(inputs)[0], inputs, variables, output_gradients
@@ -342,11 +335,6 @@ def _call_and_recompute(f, args, kwargs, seed):
     return rebuild_outputs(outputs)
 
 
-def _context_of_call(seed):
-    active = get_recompute_context()
-    return RecomputeContext(seed) if seed is not None or active is None else active
-
-
 def _variable_to_tensor(leaf):
     return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
 
@@ -354,17 +342,13 @@ def _variable_to_tensor(leaf):
 def _split_tensors(structure):
     """Returns the tensors in a nested structure, and a function that puts others in their place."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    is_tensor = [isinstance(leaf, tf.Tensor) for leaf in leaves]
 
     def rebuild(tensors):
         remaining = iter(tensors)
-        flat = [
-            next(remaining) if replace else leaf
-            for leaf, replace in zip(leaves, is_tensor, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
+        replaced = [next(remaining) if isinstance(x, tf.Tensor) else x for x in leaves]
+        return tf.nest.pack_sequence_as(structure, replaced, expand_composites=True)
 
-    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)], rebuild
+    return [x for x in leaves if isinstance(x, tf.Tensor)], rebuild
 
 
 def _pause_eager_tapes():
@@ -375,23 +359,24 @@ def _pause_eager_tapes():
 def _capture_keras_call():
     """Returns a function that enters again the Keras layer call which is active now.
 
-    Variables cast to the compute dtype, and layers know whether they train, only while the
-    `__call__` of a layer is on the stack, and the backward pass runs after it has returned.
+    Only while the `__call__` of a layer is on the stack are variables cast to its compute dtype,
+    and only then do the layers inside know whether they train.
     """
-    active = base_layer_utils.call_context()
-    if not active.in_call:
+    call = base_layer_utils.call_context()
+    if not call.in_call:
         return contextlib.nullcontext
-    layer, arguments = active.layer, active.call_context_args
+    layer, arguments = call.layer, call.call_context_args
 
     @contextlib.contextmanager
     def enter():
-        dtype = layer.compute_dtype and tf.as_dtype(layer.compute_dtype)
-        with (
-            base_layer_utils.call_context().enter(
-                layer, None, not tf.executing_eagerly(), arguments
-            ),
-            autocast_variable.enable_auto_cast_variables(dtype),
-        ):
+        again = base_layer_utils.call_context().enter(
+            layer,
+            inputs=None,
+            build_graph=not tf.executing_eagerly(),
+            call_context_args=arguments,
+        )
+        compute_dtype = layer.compute_dtype and tf.as_dtype(layer.compute_dtype)
+        with again, autocast_variable.enable_auto_cast_variables(compute_dtype):
             yield
 
     return enter
@@ -403,7 +388,7 @@ def _vector_jacobian_product(run, inputs, variables, output_gradients):
         tape.watch([x for x in inputs if _is_differentiable(x)])
         tape.watch(variables)
         outputs = run()
-    # The tape would take a missing gradient for a gradient of ones.
+    # The tape takes a missing gradient for a gradient of ones.
     given = [
         (y, dy)
         for y, dy in zip(outputs, output_gradients, strict=True)
@@ -422,63 +407,50 @@ def _vector_jacobian_product(run, inputs, variables, output_gradients):
     return input_gradients, gradients[len(inputs) :]
 
 
+def _is_differentiable(x):
+    return x.dtype.is_floating or x.dtype.is_complex
+
+
 def _bind_captures(graph):
     """Returns a function that calls its argument with what `graph` has captured.
 
-    The gradient of a `tf.while_loop` or `tf.cond` may refer to variables only through the loop or
-    branch it is the gradient of, and not anew, as the reads of a recomputation do.
+    The gradient of a `tf.while_loop` or `tf.cond` can refer to a variable only as the loop or
+    branch has captured it, not by capturing it again, as reading it in a recomputation does.
     """
     if not getattr(graph, "is_control_flow_graph", False):
         return lambda f: f()
-    inner = {id(outer): inner for outer, inner in graph.captures}
+    captures = {id(outer): inner for outer, inner in graph.captures}
 
     def call(f):
         function = tf.function(f).get_concrete_function()
-        function.set_external_captures([inner.get(id(x), x) for x in function.captured_inputs])
+        function.set_external_captures([captures.get(id(x), x) for x in function.captured_inputs])
         return function()
 
     return call
 
 
-def _is_differentiable(x):
-    return x.dtype.is_floating or x.dtype.is_complex
-
-
-# --------------------------------------------------------------------------------------
-# Order
-# --------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ order
 
 
 def _after(gradients, tensors):
-    """Returns `tensors`, bit for bit, in copies that cannot be computed before `gradients` are.
+    """Returns copies of `tensors`, bit for bit, that cannot be computed before `gradients` are.
 
-    Graph executors and XLA are free to run the recomputation right after the forward pass, and XLA
-    merges it with the forward pass if its inputs are the same. XLA drops control dependencies, and
-    on a CPU expands its optimization barrier before it merges, so the copies depend on the data: a
-    zero that only the bits of the gradients determine is or-ed into the bits of each tensor. Being
-    integer arithmetic this is exact for every value, non-finite ones included. Eager code runs in
-    order by itself.
+    A graph executor may run the recomputation right after the forward pass, and XLA merges the two
+    if their inputs are the same. XLA drops control dependencies and, on a CPU, expands its
+    optimization barrier before it merges, so the copies depend on data: into the bits of each
+    tensor is or-ed a zero that only the bits of the gradients determine. Being integer arithmetic
+    this is exact for all values, non-finite ones included, compiled or not. Eager code is in order
+    by itself.
     """
     if tf.executing_eagerly():
         return [tf.identity(x) for x in tensors]
-    never = _never([dy for dy in gradients if dy is not None])
-    return [_copy_after(never)(x) for x in tensors]
+    never = _never(gradients)
 
+    @tf.custom_gradient
+    def copy(x):
+        return _or_bits(x, never), lambda dx: dx
 
-def _never(gradients):
-    """Returns a scalar that is False, which no compiler knows before `gradients` are computed."""
-    never = tf.constant(False)
-    for dy in gradients:
-        if dy.dtype.is_complex:
-            dy = tf.math.real(dy)
-        if dy.dtype not in _BITS:
-            continue
-        # One element suffices, and an empty gradient has none.
-        bits = tf.bitcast(tf.reshape(dy, [-1])[:1], _BITS[dy.dtype])
-        # A word has no more than 64 bits, but compilers do not track the range of a bit count.
-        count = tf.raw_ops.PopulationCount(x=bits)
-        never = tf.logical_or(never, tf.reduce_any(count > 64))
-    return never
+    return [copy(x) for x in tensors]
 
 
 _BITS = {
@@ -489,12 +461,20 @@ _BITS = {
 }
 
 
-def _copy_after(never):
-    @tf.custom_gradient
-    def copy(x):
-        return _or_bits(x, never), lambda dx: dx
-
-    return copy
+def _never(gradients):
+    """Returns a boolean scalar, False, that a compiler learns only by computing `gradients`."""
+    never = tf.constant(False)
+    for dy in gradients:
+        if dy is None or not _is_differentiable(dy):
+            continue
+        if dy.dtype.is_complex:
+            dy = tf.math.real(dy)
+        # One element waits for all, and an empty gradient has none.
+        bits = tf.bitcast(tf.reshape(dy, [-1])[:1], _BITS[dy.dtype])
+        # No word has more than 64 bits, but compilers do not track the range of a bit count.
+        count = tf.raw_ops.PopulationCount(x=bits)
+        never = tf.logical_or(never, tf.reduce_any(count > 64))
+    return never
 
 
 def _or_bits(x, bit):
@@ -503,60 +483,76 @@ def _or_bits(x, bit):
         return tf.logical_or(x, bit)
     if x.dtype.is_integer and not x.dtype.is_quantized:
         return tf.bitwise.bitwise_or(x, tf.cast(bit, x.dtype))
-    if x.dtype.is_complex:
-        return tf.complex(_or_bits(tf.math.real(x), bit), _or_bits(tf.math.imag(x), bit))
     if x.dtype in _BITS:
         return tf.bitcast(_or_bits(tf.bitcast(x, _BITS[x.dtype]), bit), x.dtype)
-    # Strings and the like, which XLA does not compile.
+    if x.dtype.is_complex:
+        return tf.complex(_or_bits(tf.math.real(x), bit), _or_bits(tf.math.imag(x), bit))
+    # Strings and other dtypes without bits; XLA compiles none of them.
     with tf.control_dependencies([bit]):
         return tf.identity(x)
 
 
-# --------------------------------------------------------------------------------------
-# Layers
-# --------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ layers
 
 
 def add_gradient_recomputation(layer_class):
     """Returns a subclass, of the same name, whose `call` is recomputed in the backward pass.
 
-    Variables, configuration and the signature of `call` stay those of `layer_class`. A layer makes
-    its variables in `build`, which Keras runs before `call`.
+    Variables, configuration and call signature stay those of `layer_class`. Random layers inside
+    must be `RecomputingDropout`.
+
+    Args:
+      layer_class: Subclass of `keras.layers.Layer`.
+
+    Returns:
+      Subclass of `layer_class`. Building it raises ValueError if it contains a layer that cannot be
+      recomputed.
     """
+
+    def build(self, input_shape):
+        layer_class.build(self, input_shape)
+        _check_recomputable(self)
 
     def call(self, *args, **kwargs):
         return recompute_grad(functools.partial(layer_class.call, self))(*args, **kwargs)
 
     # Keras reads the signature to decide whether to pass `training` and `mask`.
     call.__signature__ = inspect.signature(layer_class.call)
-    return type(
-        layer_class.__name__,
-        (layer_class,),
-        {"call": call, "__module__": layer_class.__module__, "__doc__": layer_class.__doc__},
-    )
+    members = {
+        "build": build,
+        "call": call,
+        "__doc__": layer_class.__doc__,
+        "__module__": layer_class.__module__,
+    }
+    return type(layer_class.__name__, (layer_class,), members)
 
 
 @keras.saving.register_keras_serializable("bigbird")
 class Recompute(keras.layers.Wrapper):
-    """Wraps any layer or functional block so that it is recomputed in the backward pass.
+    """Recomputes any layer, or functional block of layers, in the backward pass.
 
         block = keras.Sequential([keras.layers.Dense(512, "relu"), keras.layers.Dense(64)])
         outputs = Recompute(block)(inputs)
 
-    Random layers inside must be `RecomputingDropout`: any other draws anew in the recomputation.
+    Random layers inside must be `RecomputingDropout`. A `BatchNormalization` inside updates its
+    moving averages in both runs, as if its momentum were squared; gradients are not affected.
 
     Args:
       layer: A `keras.layers.Layer` or `keras.Model`.
-      **kwargs: Of `keras.layers.Layer`.
+      **kwargs: As in `keras.layers.Layer`.
 
     Raises:
-      ValueError: If `layer` is not a layer.
+      ValueError: If `layer` is not a layer or, when built, contains one that cannot be recomputed.
     """
 
     def __init__(self, layer, **kwargs):
         super().__init__(layer, **kwargs)
         self.supports_masking = layer.supports_masking
         self._layer_takes_mask = "mask" in inspect.signature(layer.call).parameters
+
+    def build(self, input_shape=None):
+        super().build(input_shape)
+        _check_recomputable(self.layer)
 
     def call(self, inputs, *args, training=None, mask=None, **kwargs):
         if self._layer_takes_mask:
@@ -568,3 +564,26 @@ class Recompute(keras.layers.Wrapper):
 
     def compute_output_shape(self, input_shape):
         return self.layer.compute_output_shape(input_shape)
+
+
+def _check_recomputable(layer):
+    for part in (layer, *layer.submodules):
+        if _draws_anew(part):
+            raise ValueError(
+                f"Layer '{part.name}' ({type(part).__name__}) inside '{layer.name}' would draw "
+                "other random numbers when it is recomputed. Use RecomputingDropout."
+            )
+        if getattr(part, "activity_regularizer", None) is not None:
+            raise ValueError(
+                f"Layer '{part.name}' inside '{layer.name}' has an activity regularizer, a loss "
+                "that recomputation cannot differentiate. Add the loss to the layer's outputs."
+            )
+
+
+def _draws_anew(layer):
+    if not isinstance(layer, keras.__internal__.layers.BaseRandomLayer):
+        return False
+    # Recurrent cells are random layers by type even where they drop nothing.
+    names = ("rate", "stddev", "dropout", "recurrent_dropout")
+    strengths = [getattr(layer, name) for name in names if hasattr(layer, name)]
+    return any(strengths) or not strengths

@@ -15,9 +15,9 @@ export INTERMEDIATE_SIZE="${INTERMEDIATE_SIZE:-512}"
 export TRAIN_BATCH_SIZE="${TRAIN_BATCH_SIZE:-16}"
 export EVAL_BATCH_SIZE="${EVAL_BATCH_SIZE:-50}"
 export LEARNING_RATE="${LEARNING_RATE:-1e-3}"
-export NUM_TRAIN_STEPS="${NUM_TRAIN_STEPS:-400}"
+export NUM_TRAIN_STEPS="${NUM_TRAIN_STEPS:-560}"
 export NUM_WARMUP_STEPS="${NUM_WARMUP_STEPS:-50}"
 export SAVE_CHECKPOINTS_STEPS="${SAVE_CHECKPOINTS_STEPS:-187}"
 
 exec "$(dirname "${BASH_SOURCE[0]}")/base_size.sh" \
-  --optimizer=Adam --attention_probs_dropout_prob=0 --pad_to_batch "$@"
+  --optimizer=Adam --attention_probs_dropout_prob=0 --jit_compile "$@"

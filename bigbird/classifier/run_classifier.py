@@ -22,6 +22,7 @@ from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import classification_dataset, encode_documents, open_source
 from bigbird.core.devices import create_strategy, precision_scope
 from bigbird.core.layers import build_in_scope, create_initializer
+from bigbird.core.memory import fitting_policy
 from bigbird.core.modeling import BertModel
 from bigbird.core.optimization import LinearWarmupLinearDecay, create_optimizer
 from bigbird.core.recompute_grad import RecomputingDropout
@@ -366,7 +367,7 @@ def main(_):
     if FLAGS.do_predict and not FLAGS.input_file:
         raise ValueError("--do_predict needs --input_file: a .jsonl, .csv or .txt of documents.")
     settings = _settings()
-    config = flags.model_config()
+    config = fitting_policy(flags.model_config(), FLAGS.train_batch_size, FLAGS.optimizer)
     evaluation = _dataset_of_flags("test") if FLAGS.do_eval else None
     validation = _dataset_of_flags(FLAGS.validation_split) if FLAGS.validation_split else None
     model = _compiled_model(config, settings)

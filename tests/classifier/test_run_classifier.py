@@ -169,6 +169,7 @@ def test_another_configuration_in_the_same_directory_is_refused(
         ({"data_dir": "nowhere"}, "data_dir=nowhere"),
         ({"num_labels": 1}, "example 1 (counted from 0)"),
         ({"num_train_steps": 0}, "num_train_steps=0"),
+        ({"gradient_checkpointing_policy": "auto"}, "set --memory_budget_gb"),
         ({"init_checkpoint": "nowhere/model.ckpt-0"}, "init_checkpoint='nowhere/model.ckpt-0'"),
         ({"do_train": False, "do_predict": True}, "--input_file"),
         ({"do_train": False}, "Nothing to do"),

@@ -715,9 +715,12 @@ def test_a_recomputed_layer_equals_the_layer(mode, policy):
 
 def test_loss_scaling_trains_a_recomputed_model():
     policy = keras.mixed_precision.Policy("mixed_float16")
-    inner = keras.layers.Dense(4, "relu", dtype=policy)
+    # Ones keep every unit of the relu alive, and the scale is one that no gradient overflows.
+    inner = keras.layers.Dense(4, "relu", kernel_initializer="ones", dtype=policy)
     model = keras.Sequential([Recompute(inner, dtype=policy), keras.layers.Dense(1)])
-    optimizer = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer = keras.mixed_precision.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=2.0**10
+    )
     model.compile(optimizer, "mse")
     x, y = tf.ones([8, 3]), tf.ones([8, 1])
     model.fit(x, y, verbose=0)

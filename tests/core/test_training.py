@@ -367,7 +367,7 @@ class TestRun:
             assert path.read_bytes() == content, path
 
     def test_effective_batch_size_is_logged(self, tmp_path, caplog):
-        caplog.set_level("INFO")
+        caplog.set_level("INFO", logger="absl")
         settings = make_settings(tmp_path / "run", gradient_accumulation_steps=4, num_train_steps=1)
         run(settings)
         assert (

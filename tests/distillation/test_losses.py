@@ -219,8 +219,10 @@ def test_padding_a_batch_does_not_change_its_mean():
     assert_close(loss, topk_kl(student[0], student[1], targets, bias=student[2]).numpy())
 
 
-@pytest.mark.parametrize(("how", "mode"), [("one_pass", "graph"), ("recompute", "xla")])
-def test_a_number_of_tokens_unknown_when_traced_is_handled(how, mode):
+@pytest.mark.parametrize(
+    ("how", "mode", "numbers"), [("one_pass", "graph", [7, 2]), ("recompute", "xla", [5])]
+)
+def test_a_number_of_tokens_unknown_when_traced_is_handled(how, mode, numbers):
     student, targets = EXAMPLE.student()[:2], EXAMPLE.targets()
     specs = [tf.TensorSpec([None, WIDTH]), tf.TensorSpec([WIDTH, VOCABULARY])]
     rows = TopKTargets.Spec(
@@ -235,7 +237,7 @@ def test_a_number_of_tokens_unknown_when_traced_is_handled(how, mode):
         value_and_gradients, weight=None, chunk_tokens=3, **IMPLEMENTATIONS[how]
     )
     traced = tf.function(step, input_signature=[specs, rows], jit_compile=mode == "xla")
-    for tokens in (7, 2):
+    for tokens in numbers:
         arguments = [student[0][:tokens], student[1]], targets.take(0, tokens)
         expected = value_and_gradients(*arguments, None, implementation="dense")
         assert_close(traced(*arguments), tf.nest.map_structure(lambda x: x.numpy(), expected))

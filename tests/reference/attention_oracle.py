@@ -51,11 +51,29 @@ def attention(query, key, value, weights, keep=1.0):
 
 def attention_gradients(query, key, value, weights, upstream, keep=1.0):
     """Gradients of sum(upstream · attention(…)) by query, key and value."""
-    query, key, value, upstream = (np.asarray(x, np.float64) for x in (query, key, value, upstream))
     _, probabilities = attention(query, key, value, weights, keep)
+    return _gradients(probabilities, query, key, value, upstream, keep, np.subtract)
+
+
+def rounding_scales(query, key, value, weights, upstream, keep=1.0):
+    """What the roundoff of an element of output and gradients is proportional to.
+
+    The same sums with the absolute values of all their terms, times 1 + the largest score, which
+    is what an exponential makes of the relative error of its argument.
+    """
+    _, probabilities = attention(query, key, value, weights, keep)
+    query, key, value, upstream = (np.abs(x, dtype=float) for x in (query, key, value, upstream))
+    scores = np.einsum("BHQE,BHTE->BHQT", query, key) / np.sqrt(query.shape[-1])
+    output = np.einsum("BHQT,BHTE->BHQE", probabilities * keep, value)
+    sums = [output, *_gradients(probabilities, query, key, value, upstream, keep, np.add)]
+    return [(1 + scores.max()) * x for x in sums]
+
+
+def _gradients(probabilities, query, key, value, upstream, keep, minus):
+    query, key, value, upstream = (np.asarray(x, np.float64) for x in (query, key, value, upstream))
     d_probabilities = keep * np.einsum("BHQE,BHTE->BHQT", upstream, value)
     row_mean = (probabilities * d_probabilities).sum(axis=-1, keepdims=True)
-    d_scores = probabilities * (d_probabilities - row_mean) / np.sqrt(query.shape[-1])
+    d_scores = probabilities * minus(d_probabilities, row_mean) / np.sqrt(query.shape[-1])
     return (
         np.einsum("BHQT,BHTE->BHQE", d_scores, key),
         np.einsum("BHQT,BHQE->BHTE", d_scores, query),

@@ -1,10 +1,10 @@
 """The built-in data set: long labelled documents made of the Python sources installed here.
 
 Nothing is downloaded or shipped. Passages are cut from the sources of five subsystems that are on
-every machine where this package runs. A document is eight passages in shuffled order: four of its
-label's subsystem and one of each other. Every stretch of it thus says little about the label, and
-the whole says it clearly: a model must read far to be right. The SentencePiece vocabulary `builtin`
-is trained on the training documents. Both are made once and kept in the user cache.
+every machine where this package runs. A document is eight passages: two from elsewhere open it, and
+six of its label's subsystem follow. Its beginning thus does not say what it is about, and the whole
+says it clearly: a model must read far to be right. The SentencePiece vocabulary `builtin` is
+trained on the training documents. Both are made once and kept in the user cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ VOCABULARY_FILE = "vocabulary.model"
 VOCABULARY_SIZE = 8000
 
 # Part of the cache's key: raise it with every change to how documents or vocabulary are made.
-_CONSTRUCTION = 1
+_CONSTRUCTION = 2
 
-_OWN_PASSAGES = 4
+_OPENING_PASSAGES = 2
+_OWN_PASSAGES = 6
 _PASSAGE_CHARACTERS = 1700
 _LONGEST_PASSAGE = 3000
 _PASSAGES_OF_A_FILE = 30
@@ -69,9 +70,9 @@ class Passage:
     file: str
     text: str
 
-    def order(self, purpose: str) -> str:
-        """A key that shuffles passages, for every purpose in another way, but always the same."""
-        return _digest(f"{purpose}\n{self.text}")
+    def order(self) -> str:
+        """A key that shuffles passages, always in the same way."""
+        return _digest(self.text)
 
 
 def user_cache() -> pathlib.Path:
@@ -228,20 +229,18 @@ def _source_files(subsystem: Subsystem) -> Iterator[pathlib.Path]:
 
 
 def _assemble(passages: dict[str, list[Passage]]) -> list[dict]:
-    per_document = _OWN_PASSAGES + len(passages) - 1
-    shuffled = {
-        label: sorted(of_label, key=lambda passage: passage.order("supply"))
-        for label, of_label in passages.items()
-    }
-    # In a round of one document of each label, every label gives `per_document` passages.
+    labels = list(passages)
+    shuffled = {label: sorted(of_label, key=Passage.order) for label, of_label in passages.items()}
+    # In a round of one document of each label, every label gives as many passages as one has.
+    per_document = _OPENING_PASSAGES + _OWN_PASSAGES
     rounds = min(map(len, shuffled.values())) // per_document
     supply = {label: iter(of_label) for label, of_label in shuffled.items()}
     documents = []
-    for _, label in itertools.product(range(rounds), passages):
-        parts = list(itertools.islice(supply[label], _OWN_PASSAGES))
-        parts += [next(supply[other]) for other in passages if other != label]
-        # By another key than the supply's: by the same one, a label's own would stand together.
-        parts.sort(key=lambda passage: passage.order("place"))
+    for round_, (index, label) in itertools.product(range(rounds), enumerate(labels)):
+        others = labels[index + 1 :] + labels[:index]
+        elsewhere = [others[(round_ + n) % len(others)] for n in range(_OPENING_PASSAGES)]
+        parts = [next(supply[other]) for other in elsewhere]
+        parts += itertools.islice(supply[label], _OWN_PASSAGES)
         documents.append(
             {
                 "text": "\n\n".join(part.text for part in parts),

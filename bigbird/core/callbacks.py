@@ -207,13 +207,15 @@ class TrainingRecorder(keras.callbacks.Callback):
       model: compiled model, its optimizer built.
       settings: `TrainingSettings` of the run.
       validation_dataset: finite `tf.data.Dataset`, or None.
+      print_rows: whether to print the rows of the log too.
     """
 
-    def __init__(self, model, settings, validation_dataset=None):
+    def __init__(self, model, settings, validation_dataset=None, print_rows=False):
         super().__init__()
         self.set_model(model)
         self._settings = settings
         self._validation_dataset = validation_dataset
+        self._print_rows = print_rows
         self._train_log = ScalarLog(settings.output_dir, "train")
         self._validation_log = ScalarLog(settings.output_dir, "validation")
         self._checkpoints = Checkpoints(
@@ -286,6 +288,9 @@ class TrainingRecorder(keras.callbacks.Callback):
         if last or stop or self._ends_row(step):
             learning_rate = self.model.optimizer.learning_rate.numpy()
             self._train_log.write(step, {**logs, "learning_rate": learning_rate})
+            if self._print_rows:
+                scores = ", ".join(f"{name} {value:.4f}" for name, value in logs.items())
+                print(f"step {step} of {self._settings.num_train_steps}: {scores}", flush=True)
         if last or stop or self._is_checkpoint(step):
             self._save()
         if stop:

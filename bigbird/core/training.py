@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -258,7 +259,8 @@ def train(
       settings: of the run.
       config: what else decides the result, as JSON values; such as the model's configuration.
       validation_dataset: finite; scored after every checkpoint.
-      verbose: as for `keras.Model.fit`.
+      verbose: 0 shows nothing, 1 a progress bar, 2 a line at every row of the log; "auto" is 1 on
+        a terminal and 2 elsewhere.
 
     Raises:
       ValueError: before anything is written, if the model is not ready or `output_dir` holds
@@ -270,7 +272,8 @@ def train(
     _check_configuration(settings.output_dir, identity)
     with model.distribute_strategy.scope():
         model.optimizer.build(model.trainable_variables)
-    recorder = TrainingRecorder(model, settings, validation_dataset)
+    verbose = _verbosity(verbose)
+    recorder = TrainingRecorder(model, settings, validation_dataset, print_rows=verbose == 2)
     resumes = recorder.restore()
     if recorder.step and not resumes:
         raise ValueError(
@@ -292,7 +295,7 @@ def train(
                 dataset,
                 steps_per_epoch=settings.num_train_steps - recorder.step,
                 callbacks=[recorder],
-                verbose=verbose,
+                verbose=verbose == 1,
             )
     if recorder.stop_requested:
         raise SystemExit(128 + signal.SIGTERM)
@@ -320,7 +323,7 @@ def evaluate(
       settings: of the run; `output_dir` receives `eval_results_{step}.txt` ("key = value" lines)
         and `.json`.
       step: step of the weights.
-      verbose: as for `keras.Model.evaluate`.
+      verbose: as for `train`.
 
     Returns:
       The results by name, and `global_step`.
@@ -332,7 +335,7 @@ def evaluate(
     if cardinality in (0, tf.data.INFINITE_CARDINALITY):
         kind = "has no end" if cardinality else "is empty"
         raise ValueError(f"The evaluation dataset {kind}: give every example once.")
-    scores = model.evaluate(dataset, return_dict=True, verbose=verbose)
+    scores = model.evaluate(dataset, return_dict=True, verbose=_verbosity(verbose))
     results = {"global_step": step, **{name: float(scores[name]) for name in sorted(scores)}}
     tf.io.gfile.makedirs(settings.output_dir)
     path = os.path.join(settings.output_dir, f"eval_results_{step}")
@@ -445,6 +448,13 @@ def _log_batch_size(model, settings):
         accumulation,
         settings.train_batch_size // (replicas * accumulation),
     )
+
+
+def _verbosity(verbose):
+    """Chooses for "auto": a file full of progress bars cannot be read."""
+    if verbose == "auto":
+        return 1 if sys.stdout.isatty() else 2
+    return verbose
 
 
 @contextlib.contextmanager

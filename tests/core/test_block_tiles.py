@@ -4,20 +4,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.attention_oracle import pattern
 
 from bigbird.core.block_layout import ABSENT, BlockLayout, layout_from_random_blocks, model_layout
 from bigbird.core.block_tiles import tile_tables
-from reference.attention_oracle import pattern
 
 
 def _counts(table, num_blocks, *, transposed):
     """How often an input of `num_blocks` blocks pairs blocks, by its tiles: `[H, n, n]`."""
     first, used = table.first[:, :num_blocks], slice(0, table.extra_count[num_blocks])
-    head, block = np.indices(first.shape[:2]).reshape(2, -1)
+    heads, blocks = np.indices(first.shape[:2]).reshape(2, -1)
     counts = np.zeros([len(first), num_blocks, num_blocks], int)
     for head, block, listed in zip(
-        [*head, *table.extra_head[used]],
-        [*block, *table.extra_block[used]],
+        [*heads, *table.extra_head[used]],
+        [*blocks, *table.extra_block[used]],
         [*first.reshape(-1, first.shape[-1]), *table.extra[used]],
         strict=True,
     ):

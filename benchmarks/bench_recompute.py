@@ -28,9 +28,13 @@ MODES = {
     "xla": lambda step: tf.function(step, jit_compile=True),
 }
 
-# (size, batch, length) of each part.
+# (size, batch, length) of each part; for TIMED also the mode, the policies and the repeats, since a
+# step of the base model takes about a minute.
 PLANNED = [("small", 1, 4096), ("base", 2, 4096), *[("base", 1, 2**n) for n in range(10, 16)]]
-TIMED = [("small", 1, 4096, mode) for mode in MODES] + [("base", 2, 4096, "xla")]
+TIMED = [
+    *[("small", 1, 4096, mode, POLICIES_BY_TIME, 7) for mode in MODES],
+    ("base", 2, 4096, "xla", ("none", "full"), 3),
+]
 RESIDENT = [("small", 1, 4096, mode) for mode in ("eager", "graph")]
 
 
@@ -69,10 +73,10 @@ def planned_rows():
             yield row(size, batch, length, policy, "xla", planned_bytes=plan.total_bytes)
 
 
-def timed_rows(repeats):
+def timed_rows():
     """Times the policies turn by turn."""
-    for size, batch, length, mode in TIMED:
-        steps = {p: build_step(size, batch, length, p, mode) for p in POLICIES_BY_TIME}
+    for size, batch, length, mode, policies, repeats in TIMED:
+        steps = {p: build_step(size, batch, length, p, mode) for p in policies}
         for policy, timing in harness.measure_in_turn(steps, repeats).items():
             yield row(size, batch, length, policy, mode, timing=timing)
 
@@ -90,7 +94,6 @@ def main():
     """Runs the parts, or the step of one child process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="plan,resident,time")
-    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--child", nargs=5, metavar=("SIZE", "BATCH", "LENGTH", "POLICY", "MODE"))
     arguments = parser.parse_args()
     if arguments.child:
@@ -98,11 +101,7 @@ def main():
         harness.report_peak_rss(build_step(size, int(batch), int(length), policy, mode))
         return
 
-    parts = {
-        "plan": planned_rows,
-        "resident": resident_rows,
-        "time": lambda: timed_rows(arguments.repeats),
-    }
+    parts = {"plan": planned_rows, "resident": resident_rows, "time": timed_rows}
     for part in arguments.parts.split(","):
         rows = []
         for measured in parts[part]():

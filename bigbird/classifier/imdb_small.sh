@@ -2,7 +2,8 @@
 # A recipe for two CPU cores: IMDB sentiment from random weights, by base_size.sh with small sizes.
 #
 #   VOCAB_MODEL_FILE=gpt2.model imdb_small.sh --tfds_data_dir=DIRECTORY
-#   MAX_ENCODER_LENGTH=2048 imdb_small.sh …      the same with longer reviews uncut
+#   MAX_ENCODER_LENGTH=2048 imdb_small.sh … --pad_to_batch --nojit_compile
+#                                                the same with longer reviews uncut
 #
 # What it reached is in docs/recipes.md.
 set -euo pipefail

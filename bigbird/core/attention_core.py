@@ -159,9 +159,12 @@ def _forward(query, key, value, query_mask, key_mask, plan):
         output = _product("GOP,GPE->GOE", weights, tile.listed(value)) / total
         return output, tf.squeeze(largest + tf.math.log(total), axis=-1)
 
-    first = _map_tiles(tile_output, tiles.first, query, 2, plan)
-    extra = _map_tiles(tile_output, tiles.extra, query, 2, plan) if tiles.extra else None
-    output, normalizer = _merge(first, extra, tiles.extra.block) if extra else first
+    size = tiles.first.block_size
+    shapes = [[size, query.shape[-1]], [size]]
+    output, normalizer = _map_tiles(tile_output, tiles.first, query, shapes, plan)
+    if tiles.extra:
+        extra = _map_tiles(tile_output, tiles.extra, query, shapes, plan)
+        output, normalizer = _merge((output, normalizer), extra, tiles.extra.block)
     output, normalizer = tf.reshape(output, tf.shape(query)), tf.reshape(normalizer, [-1])
     not_empty = query_mask & (normalizer > MASKED_SCORE / 2)
     # An infinite normalizer makes every probability of the row, recomputed from it, zero.
@@ -229,10 +232,11 @@ def _backward(query, key, value, output, upstream, normalizer, key_mask, plan):
         return tf.where(real, key_gradient, 0.0), tf.where(real, value_gradient, 0.0)
 
     def summed(function, tiles, tokens, num_results):
-        sums = _map_tiles(function, tiles.first, tokens, num_results, plan)
+        shapes = [[tiles.first.block_size, tokens.shape[-1]]] * num_results
+        sums = _map_tiles(function, tiles.first, upstream, shapes, plan)
         if tiles.extra:
             index = tiles.extra.block[:, tf.newaxis]
-            parts = _map_tiles(function, tiles.extra, tokens, num_results, plan)
+            parts = _map_tiles(function, tiles.extra, upstream, shapes, plan)
             sums = [
                 tf.tensor_scatter_nd_add(total, index, part)
                 for total, part in zip(sums, parts, strict=True)
@@ -361,14 +365,18 @@ def _dense_tiles(own, block_size, other):
     return _Side(_Tiles(block, listed, present, block_size, _size(other, 2)))
 
 
-def _map_tiles(function, tiles, tokens, num_results, plan):
+def _map_tiles(function, tiles, newest, result_shapes, plan):
     """Applies `function` to as many tiles at once as the budget allows.
 
+    Args:
+      function: of `_Tiles`; returns one float32 tensor `[tiles, *shape]` for each result shape.
+      newest: `[…, E]`, of all that `function` reads what was computed last.
+
     Returns:
-      `num_results` float32 tensors `[tiles, …]`.
+      The results of all tiles.
     """
     num_tiles = _size(tiles.block, 0)
-    at_once = plan.step_bytes // tiles.bytes(tokens.shape[-1], tokens.dtype)
+    at_once = plan.step_bytes // tiles.bytes(newest.shape[-1], newest.dtype)
     steps = _at_least_one(-(-num_tiles // _at_least_one(at_once)))
     at_once = -(-num_tiles // steps)
 
@@ -377,19 +385,34 @@ def _map_tiles(function, tiles, tokens, num_results, plan):
         filled = tf.pad(tensor, [[0, steps * at_once - num_tiles], *[[0, 0]] * len(rest)])
         return tf.reshape(filled, [steps, at_once, *rest])
 
-    def step(block_listed_present):
-        block, listed, present = block_listed_present
-        return function(
+    inputs = [split(x) for x in (tiles.block, tiles.listed_blocks, tiles.present)]
+    # Every step overwrites its own part, so any values will do to begin with. These depend on the
+    # data and differ: XLA would make constant ones for all layers of a model at once and early, and
+    # copy equal ones.
+    unset = tf.cast(tf.reshape(newest, [-1])[0], tf.float32)
+    results = [
+        tf.TensorArray(tf.float32, steps, element_shape=[None, *shape]).unstack(
+            tf.broadcast_to(unset * number, [steps, at_once, *shape])
+        )
+        for number, shape in enumerate(result_shapes, start=1)
+    ]
+
+    def body(step, results):
+        block, listed, present = (x[step] for x in inputs)
+        parts = function(
             dataclasses.replace(tiles, block=block, listed_blocks=listed, present=present)
         )
+        return step + 1, [
+            result.write(step, part) for result, part in zip(results, parts, strict=True)
+        ]
 
-    results = tf.map_fn(
-        step,
-        tuple(split(x) for x in (tiles.block, tiles.listed_blocks, tiles.present)),
-        fn_output_signature=(tf.float32,) * num_results,
-        parallel_iterations=1,
+    _, results = tf.while_loop(
+        lambda step, _: step < steps, body, (0, results), parallel_iterations=1
     )
-    return [tf.reshape(result, [-1, *result.shape[2:]])[:num_tiles] for result in results]
+    return [
+        tf.reshape(result.stack(), [-1, *shape])[:num_tiles]
+        for result, shape in zip(results, result_shapes, strict=True)
+    ]
 
 
 def _at_least_one(number):

@@ -30,7 +30,11 @@ MODES = {
 
 # (size, batch, length) of each part; for TIMED also the mode, the policies and the repeats, since a
 # step of the base model takes about a minute.
-PLANNED = [("small", 1, 4096), ("base", 2, 4096), *[("base", 1, 2**n) for n in range(10, 16)]]
+PLANNED = [
+    ("small", 1, 4096),
+    ("base", 2, 4096),
+    *[("base", 1, length) for length in (2048, 8192, 32768)],
+]
 TIMED = [
     *[("small", 1, 4096, mode, POLICIES_BY_TIME, 7) for mode in MODES],
     ("base", 2, 4096, "xla", ("none", "full"), 3),

@@ -34,7 +34,7 @@ SIZES = {
     "initializer_range": 0.1,
 }
 # Layers of the model whose memory is planned beside the demo's own.
-DEEPER = 6
+DEEPER = 4
 BATCH_SIZE = 2
 TRAINING = {
     "data_dir": "builtin://documents",
@@ -42,11 +42,11 @@ TRAINING = {
     "num_labels": 5,
     "optimizer": "Adam",
     "learning_rate": 1e-3,
-    "num_train_steps": 600,
-    "num_warmup_steps": 60,
+    "num_train_steps": 500,
+    "num_warmup_steps": 50,
     "train_batch_size": BATCH_SIZE,
     "eval_batch_size": 8,
-    "save_checkpoints_steps": 200,
+    "save_checkpoints_steps": 250,
     "log_steps": 50,
 }
 SERVE = """

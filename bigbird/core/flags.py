@@ -215,6 +215,8 @@ def run(main):
     """
 
     def guarded(argv):
+        # TensorFlow times its own work at every checkpoint, at the level of what users should see.
+        logging.get_absl_logger().addFilter(lambda record: record.module != "functional_saver")
         try:
             return main(argv)
         except ValueError as error:

@@ -4,10 +4,15 @@ import csv
 import json
 import pathlib
 
+import hypothesis
 import pytest
 import tensorflow as tf
 
 from bigbird.core import builtin_documents
+
+# The same examples in every run: a test that fails once fails again.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 WORDS = "attention block sparse dense matrix memory gradient layer token window".split()
 REFERENCE = pathlib.Path(__file__).parent / "reference"

@@ -82,7 +82,7 @@ def test_the_oracle_gradients_are_central_differences():
             assert gradient[index] == pytest.approx((sums[0] - sums[1]) / (2 * step), abs=1e-7)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(st.data())
 def test_sparse_attention_equals_the_float64_oracle(data):
     """Any length up to the layout's, blocks, random blocks, heads, masks, dtypes and budgets."""
@@ -100,7 +100,7 @@ def test_sparse_attention_equals_the_float64_oracle(data):
     assert_equals_oracle(results, inputs, oracle_weights(mask, layout))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(st.data())
 def test_dense_attention_equals_the_float64_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))

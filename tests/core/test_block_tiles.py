@@ -27,7 +27,7 @@ def _counts(table, num_blocks, *, transposed):
     return counts
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(st.data())
 def test_both_tables_hold_the_pattern_at_every_length(data):
     num_blocks = data.draw(st.integers(4, 12))

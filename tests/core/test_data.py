@@ -119,7 +119,7 @@ class TestEndlessExamples:
         assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
         assert epochs[0] != epochs[1] != epochs[2] != list(range(20))
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=6)
     @given(
         count=st.integers(1, 12),
         start=st.integers(0, 40),

@@ -348,7 +348,7 @@ def test_autograph_converts_the_wrapped_function_in_both_runs():
 # ------------------------------------------------------------------------------ order
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     bits=st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8),
     gradient_bits=st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8),
@@ -604,7 +604,7 @@ def test_the_context_says_whether_a_run_is_a_recomputation():
     assert runs == [False, True]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(salts=st.lists(st.one_of(st.integers(0, 2**40), st.text(max_size=8)), max_size=6))
 def test_a_context_continues_after_the_uses_it_is_given(salts):
     whole = RecomputeContext(SEED)

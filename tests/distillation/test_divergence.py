@@ -69,7 +69,7 @@ def test_renormalising_does_not_hide_a_student_whose_mass_lies_outside():
     assert loss[0] == pytest.approx(10.0, abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31 - 1),
     vocab_size=st.integers(2, 30),
@@ -94,9 +94,10 @@ def test_gradient_is_that_of_the_textbook_formula(
     student = spread * rng.normal(size=(3, vocab_size)) / temperature
     losses, gradient = value_and_gradient(rows, student)
     dense_losses, dense_gradient = textbook(rows, student)
-    scale = 1.0 + np.abs(student).max()
+    scale = 1.0 + max(np.abs(student).max(), np.abs(teacher.logits).max() / temperature)
     np.testing.assert_allclose(losses, dense_losses, rtol=1e-5, atol=1e-6 * scale)
-    np.testing.assert_allclose(gradient, dense_gradient, atol=1e-5)
+    # An exponential makes a relative error of the rounding of its argument, here up to `scale`.
+    np.testing.assert_allclose(gradient, dense_gradient, atol=2e-6 + 2**-23 * scale)
     np.testing.assert_array_equal(losses[count == 0], 0.0)
     np.testing.assert_array_equal(gradient[count == 0], 0.0)
     if tail != "zero":

@@ -54,7 +54,7 @@ def test_rounded_logits_keep_the_missing_mass_within_one_percent(dtype):
     assert missing_mass(rounded) != pytest.approx(missing, rel=0.1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**31 - 1),
     vocab_size=st.integers(1, 40),

@@ -42,11 +42,11 @@ TRAINING = {
     "num_labels": 5,
     "optimizer": "Adam",
     "learning_rate": 1e-3,
-    "num_train_steps": 500,
-    "num_warmup_steps": 50,
+    "num_train_steps": 600,
+    "num_warmup_steps": 60,
     "train_batch_size": BATCH_SIZE,
     "eval_batch_size": 8,
-    "save_checkpoints_steps": 250,
+    "save_checkpoints_steps": 300,
     "log_steps": 50,
 }
 SERVE = """

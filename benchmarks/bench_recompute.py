@@ -1,6 +1,6 @@
 """Benchmark of checkpointing policies: planned bytes, peak memory and time of a training step.
 
-    python -m benchmarks.bench_recompute                 # everything, about half an hour
+    python -m benchmarks.bench_recompute                 # everything, about an hour
     python -m benchmarks.bench_recompute --parts=plan    # planned bytes only, on any machine
 
 The step is `memory.training_step`: forward and backward pass of an encoder, all gradients returned.

@@ -12,12 +12,9 @@ import subprocess
 import sys
 import time
 
-import tensorflow as tf
-
-from bigbird.classifier.run_classifier import BertClassifier
 from bigbird.core import builtin_documents
 from bigbird.core.config import BigBirdConfig
-from bigbird.core.memory import planned_memory
+from bigbird.core.memory import plan_training
 from bigbird.core.vocabulary import find_vocabulary, vocabulary_size
 
 RUN = pathlib.Path("runs/demo")
@@ -66,8 +63,14 @@ def main():
     print(f"{len(_documents('train'))} training and {len(test)} test documents of {labels}.")
 
     _print_title("2. Memory of one training step at 4,096 tokens, planned by XLA")
-    for layers in (SIZES["num_hidden_layers"], DEEPER):
-        off, on = (_planned_step(layers, checkpointing) / 2**20 for checkpointing in (False, True))
+    config = BigBirdConfig(vocab_size=vocabulary_size(find_vocabulary("builtin")), **SIZES)
+    for layers in (config.num_hidden_layers, DEEPER):
+        deep = config.replace(num_hidden_layers=layers)
+        plans = (
+            plan_training(deep.replace(use_gradient_checkpointing=on), BATCH_SIZE)
+            for on in (False, True)
+        )
+        off, on = (plan.step.total_bytes / 2**20 for plan in plans)
         print(f"{layers} layer(s): {off:,.0f} MiB, with gradient checkpointing {on:,.0f} MiB")
 
     _print_title("3. Train, evaluate, export")
@@ -109,27 +112,6 @@ def main():
 def _documents(split):
     lines = (builtin_documents.prepare() / f"{split}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def _planned_step(layers: int, checkpointing: bool) -> int:
-    """Bytes of one forward and backward pass of a model of the demo's width."""
-    config = BigBirdConfig.from_params(
-        {
-            **SIZES,
-            "num_hidden_layers": layers,
-            "use_gradient_checkpointing": checkpointing,
-            "vocab_size": vocabulary_size(find_vocabulary("builtin")),
-        }
-    )
-    model = BertClassifier(config, TRAINING["num_labels"])
-
-    def step(ids):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(ids, training=True))
-        return tape.gradient(loss, model.trainable_variables)
-
-    spec = tf.TensorSpec([BATCH_SIZE, config.max_encoder_length], tf.int32)
-    return planned_memory(step, spec).total_bytes
 
 
 def _print_title(title):

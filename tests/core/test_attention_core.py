@@ -270,6 +270,30 @@ def test_planned_memory_grows_linearly_with_the_length():
     assert planned(256) < 4.2 * planned(64)
 
 
+def test_a_recomputed_layer_adds_no_loop_buffers_to_the_plan():
+    """XLA makes buffers that begin as constants for all layers at once, before the first."""
+    num_blocks, block_size, width = 64, 8, 8
+    layout = draw_layout(np.random.default_rng(12), 1, num_blocks, block_size, 2)
+    shape = [1, 1, num_blocks * block_size, width]
+
+    def planned(num_layers):
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                output = x
+                for _ in range(num_layers):
+                    attention = recompute_grad(
+                        lambda x: attend(x, x, x, None, layout, memory_budget_bytes=2**14)
+                    )
+                    output = attention(output)
+            return tape.gradient(output, x)
+
+        return planned_memory(step, tf.TensorSpec(shape)).temporary_bytes
+
+    # A layer keeps its input; there is room for one tensor more, and not for a loop's results.
+    assert planned(4) - planned(1) < 3 * 2 * np.prod(shape) * 4
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_recomputed_layer_attends_twice_and_goes_back_once(monkeypatch, mode):
     rng = np.random.default_rng(9)

@@ -66,7 +66,7 @@ class TestOpenSource:
         path = tmp_path / f"a.{kind}"
         records = [{"text": "a", "label": value} for value in (0, 1, label, 7)]
         request.getfixturevalue(f"write_{kind}")(path, records)
-        with pytest.raises(DataError, match=rf"example 2 .* from 0 to 1; received {label}\."):
+        with pytest.raises(DataError, match=rf"example 2 .* below --num_labels=2; received {label}\."):
             open_source(str(path), "train", FIELDS, num_labels=2)
 
     def test_locates_a_truncated_tfrecord(self, tmp_path, write_tfrecord):

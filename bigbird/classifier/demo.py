@@ -6,6 +6,7 @@ It runs the commands a user would, on the built-in documents, and prints each on
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -121,7 +122,8 @@ def _as_flags(values):
 def _run(module, *arguments):
     command = [sys.executable, "-m", module, *arguments]
     print("$ python -m", module, " ".join(arguments), flush=True)
-    subprocess.run(command, check=True)
+    # Keeps what TensorFlow's C++ says about missing GPUs out of the tour.
+    subprocess.run(command, check=True, env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging as standard_logging
+import pathlib
 import sys
 
 import tensorflow as tf
@@ -232,6 +234,12 @@ _USER_ERRORS = (
 )
 
 
+def _concerns_users(record):
+    # TensorFlow tells of its own steps in checkpoints and exports, at the level of our messages.
+    of_libraries = {"tensorflow", "tf_keras"} & set(pathlib.PurePath(record.pathname).parts)
+    return record.levelno > standard_logging.INFO or not of_libraries
+
+
 def run(main):
     """Runs a command: parses its flags and tells a user's error without a traceback.
 
@@ -243,8 +251,8 @@ def run(main):
                 FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
     def guarded(argv):
-        # TensorFlow times its own work at every checkpoint, at the level of what users should see.
-        logging.get_absl_logger().addFilter(lambda record: record.module != "functional_saver")
+        for logger in (logging.get_absl_logger(), tf.get_logger()):
+            logger.addFilter(_concerns_users)
         try:
             return main(argv)
         except _USER_ERRORS as error:

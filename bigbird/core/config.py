@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from bigbird.core.block_layout import PatternOptions
+
 ATTENTION_TYPES = ("original_full", "simulated_sparse", "block_sparse")
 NORM_TYPES = ("prenorm", "postnorm")
 PATTERN_LENGTHS = ("model", "input")
@@ -16,6 +18,16 @@ MEMORY_FIELDS = (
     "gradient_checkpointing_policy",
     "gradient_checkpointing_every_n",
     "memory_budget_gb",
+)
+# Fields that an encoder has no use for.
+DECODER_FIELDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "max_decoder_length",
+    "num_decoder_layers",
+    "couple_encoder_decoder",
+    "beam_size",
+    "alpha",
 )
 
 
@@ -56,6 +68,13 @@ class BigBirdConfig:
     num_rand_blocks: int = 3
     max_encoder_length: int = 1024
     pattern_length: str = "model"
+    num_window_blocks: int = 3
+    num_global_blocks: int = 1
+    global_token_positions: tuple[int, ...] = ()
+    random_from_whole_sequence: bool = False
+    unseen_random_blocks: bool = False
+    pattern_seed: int = 0
+    sparse_attention_dropout: bool = False
 
     max_decoder_length: int = 128
     num_decoder_layers: int | None = None
@@ -69,6 +88,8 @@ class BigBirdConfig:
     memory_budget_gb: float | None = None
 
     def __post_init__(self):
+        positions = tuple(int(position) for position in self.global_token_positions)
+        object.__setattr__(self, "global_token_positions", positions)
         self._check_positive()
         self._check_choices()
         for field in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
@@ -87,6 +108,7 @@ class BigBirdConfig:
                 f"(max_position_embeddings={self.max_position_embeddings}): shorten "
                 "--max_encoder_length or enlarge --max_position_embeddings."
             )
+        self.pattern.check(self.max_encoder_length)
         if self.couple_encoder_decoder and self.decoder_depth != self.num_hidden_layers:
             raise ValueError(
                 f"couple_encoder_decoder shares the weights of {self.num_hidden_layers} encoder "
@@ -132,6 +154,18 @@ class BigBirdConfig:
     def head_size(self) -> int:
         """Width E of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def pattern(self) -> PatternOptions:
+        """What the sparse pattern has beyond that of 2021."""
+        return PatternOptions(
+            self.num_window_blocks,
+            self.num_global_blocks,
+            self.global_token_positions,
+            self.random_from_whole_sequence,
+            self.unseen_random_blocks,
+            self.pattern_seed,
+        )
 
     @property
     def decoder_depth(self) -> int:

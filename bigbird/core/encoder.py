@@ -12,6 +12,8 @@ Source: Vaswani et al., arXiv:1706.03762; Xiong et al., arXiv:2002.04745 (pre-no
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 import tf_keras as keras
 
@@ -19,12 +21,12 @@ from bigbird.core import block_layout
 from bigbird.core.attention import MultiHeadedAttentionLayer
 from bigbird.core.config import NORM_TYPES, BigBirdConfig
 from bigbird.core.layers import (
+    LayerNorm,
     build_in_scope,
     create_initializer,
     gelu,
     get_activation,
     join_heads,
-    LayerNorm,
     pad_length,
 )
 from bigbird.core.recompute_grad import (
@@ -68,6 +70,8 @@ class EncoderLayer(keras.layers.Layer):
         pattern_length: str = "model",
         max_position_embeddings: int = block_layout.BUILT_FOR_LENGTH,
         recompute_attention: bool = False,
+        pattern=block_layout.BIGBIRD_2021,
+        sparse_attention_dropout: bool = False,
         **kwargs,
     ):
         """Creates the layer.
@@ -77,6 +81,7 @@ class EncoderLayer(keras.layers.Layer):
           use_bias: of the attention's projections; the feed-forward always has biases.
           seed: of the random blocks.
           recompute_attention: whether the backward pass recomputes the attention block.
+          pattern, sparse_attention_dropout: as of `MultiHeadedAttentionLayer`.
 
         Raises:
           ValueError: for an unknown norm type.
@@ -119,6 +124,8 @@ class EncoderLayer(keras.layers.Layer):
             name=f"{scope}/attention/self",
             pattern_length=pattern_length,
             max_position_embeddings=max_position_embeddings,
+            pattern=pattern,
+            sparse_attention_dropout=sparse_attention_dropout,
         )
         self.attention_output = self._dense("attention/output/dense", hidden_size, use_bias)
         self.intermediate = self._dense(
@@ -236,6 +243,8 @@ class EncoderLayer(keras.layers.Layer):
             "norm_type": self.norm_type,
             "pattern_length": self.pattern_length,
             "max_position_embeddings": self.max_position_embeddings,
+            "pattern": dataclasses.asdict(self.attention.pattern),
+            "sparse_attention_dropout": self.attention.sparse_attention_dropout,
             "recompute_attention": self.recompute_attention,
         }
 
@@ -313,6 +322,8 @@ class EncoderStack(keras.layers.Layer):
             norm_type=config.norm_type,
             pattern_length=config.pattern_length,
             max_position_embeddings=config.max_position_embeddings,
+            pattern=config.pattern,
+            sparse_attention_dropout=config.sparse_attention_dropout,
             recompute_attention=config.checkpointing_policy == "attention",
         )
 

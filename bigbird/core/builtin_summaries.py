@@ -43,7 +43,8 @@ def prepare() -> pathlib.Path:
       `summary`, `file`).
     """
     return make_once(
-        _CONSTRUCTION, lambda directory: write_splits(directory, make_examples(installed_subsystems()))
+        _CONSTRUCTION,
+        lambda directory: write_splits(directory, make_examples(installed_subsystems())),
     )
 
 
@@ -90,7 +91,7 @@ def documented(source: str) -> Iterator[tuple[str, str]]:
 def _documented_below(node: _Documented) -> Iterator[tuple[str, str]]:
     opening, *rest = _BLANK_LINES.split(ast.get_docstring(node) or "", maxsplit=1)
     summary = " ".join(opening.split())
-    document = "\n\n".join([*rest, *_member_texts(node)])
+    document = "\n\n".join([*rest, *_member_texts(node)]).strip()
     if len(document) < _SHORTEST_DOCUMENT:
         # Then so are those of its members.
         return

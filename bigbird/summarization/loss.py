@@ -51,7 +51,8 @@ def padded_cross_entropy_loss(logits, labels, smoothing, vocab_size):
 def smoothed_cross_entropy(logits, labels, smoothing):
     """The cross entropy of every position, with and without label smoothing.
 
-    H(q, p) = log Z - (1 - smoothing - low) z[label] - low sum_v z[v],    low = smoothing / (V - 1)
+        H(q, p) = -(1 - smoothing - low) log p[label] - low sum_v log p[v]
+        log p[v] = z[v] - log sum_u exp z[u],        low = smoothing / (V - 1)
 
     q is never made: it would be as large as the logits.
 
@@ -71,9 +72,9 @@ def smoothed_cross_entropy(logits, labels, smoothing):
     cross_entropy = log_z - picked
     if smoothing == 0:
         return cross_entropy, cross_entropy
-    others = logits.shape[-1] - 1
-    low = smoothing / others
+    vocab_size = logits.shape[-1]
+    low = smoothing / (vocab_size - 1)
     entropy = -(1 - smoothing) * math.log(1 - smoothing) - smoothing * math.log(low)
-    # Sums of logits are taken of their distances to log Z, which keeps small what is added up.
-    excess = tf.reduce_mean(logits - log_z[..., tf.newaxis], axis=-1) * (others + 1)
-    return (1 - smoothing - low) * cross_entropy - low * excess - entropy, cross_entropy
+    sum_of_log_p = vocab_size * (tf.reduce_mean(logits, axis=-1) - log_z)
+    loss = (1 - smoothing - low) * cross_entropy - low * sum_of_log_p - entropy
+    return loss, cross_entropy

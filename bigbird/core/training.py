@@ -33,7 +33,6 @@ from bigbird.core.callbacks import (
     Checkpoints,
     TrainingRecorder,
     atomic_directory,
-    differences,
     write_atomically,
 )
 from bigbird.core.devices import PRECISIONS
@@ -269,7 +268,7 @@ def train(
       FloatingPointError: if the loss or a weight is no longer finite; names the step.
     """
     _check_model(model, settings)
-    identity = {**(config or {}), **settings.identity()}
+    identity = _as_json({**(config or {}), **settings.identity()})
     _check_configuration(settings.output_dir, identity)
     with model.distribute_strategy.scope():
         model.optimizer.build(model.trainable_variables)
@@ -338,17 +337,12 @@ def evaluate(
         raise ValueError(f"The evaluation dataset {kind}: give every example once.")
     scores = model.evaluate(dataset, return_dict=True, verbose=_verbosity(verbose))
     results = {"global_step": step, **{name: float(scores[name]) for name in sorted(scores)}}
-    write_results(results, settings.output_dir)
-    return results
-
-
-def write_results(results: Mapping[str, float], output_dir: str) -> None:
-    """Writes what an evaluation found as `eval_results_{global_step}.txt` and `.json`."""
-    tf.io.gfile.makedirs(output_dir)
-    path = os.path.join(output_dir, f"eval_results_{results['global_step']}")
+    tf.io.gfile.makedirs(settings.output_dir)
+    path = os.path.join(settings.output_dir, f"eval_results_{step}")
     lines = "".join(f"{name} = {value}\n" for name, value in results.items())
     write_atomically(f"{path}.txt", lines)
     write_atomically(f"{path}.json", json.dumps(results, indent=1))
+    return results
 
 
 def restore_weights(model: keras.Model, output_dir: str, best: bool = False) -> int:
@@ -426,11 +420,22 @@ def _check_configuration(output_dir, identity):
         return
     with tf.io.gfile.GFile(path) as file:
         claimed = json.load(file)
-    if found := differences(claimed, identity):
+    absent = "nothing"
+    differences = [
+        f"{name}: {claimed.get(name, absent)} there, {identity.get(name, absent)} here"
+        for name in sorted(claimed.keys() | identity.keys())
+        if claimed.get(name, absent) != identity.get(name, absent)
+    ]
+    if differences:
         raise ValueError(
-            f"output_dir={output_dir} holds a run of another configuration ({found}). Choose "
-            "another --output_dir, or the settings of that run."
+            f"output_dir={output_dir} holds a run of another configuration "
+            f"({'; '.join(differences)}). Choose another --output_dir, or the settings of that run."
         )
+
+
+def _as_json(values):
+    """Returns the values as they read back from JSON, where a tuple is a list."""
+    return json.loads(json.dumps(values))
 
 
 def _log_batch_size(model, settings):

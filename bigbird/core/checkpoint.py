@@ -1,7 +1,7 @@
 """Checkpoints of others: 2021 TF1 checkpoints into our models, by an explicit name map.
 
 A map is a tuple of (checkpoint name, attribute path) rows; `{scope}` and `{layer}` stand for the
-model's scope and the index of an encoder layer.
+model's scope and the index of a layer, `{decoder}` for the place of the decoder.
 """
 
 from __future__ import annotations
@@ -28,30 +28,64 @@ def _norm_rows(name, path):
     return ((f"{name}/gamma", f"{path}.gamma"), (f"{name}/beta", f"{path}.beta"))
 
 
-_LAYER = "{scope}/encoder/layer_{layer}"
-_LAYER_PATH = "encoder.encoder_layers.{layer}"
+def _layer_rows(name, path):
+    return (
+        *_dense_rows(f"{name}/attention/self/query", f"{path}.attention.query"),
+        *_dense_rows(f"{name}/attention/self/key", f"{path}.attention.key"),
+        *_dense_rows(f"{name}/attention/self/value", f"{path}.attention.value"),
+        *_dense_rows(f"{name}/attention/output/dense", f"{path}.attention_output"),
+        *_dense_rows(f"{name}/intermediate/dense", f"{path}.intermediate"),
+        *_dense_rows(f"{name}/output/dense", f"{path}.output_dense"),
+    )
+
+
+def _prenorm_rows(name, path):
+    return (
+        *_norm_rows(f"{name}/attention/self/LayerNorm", f"{path}.attention_norm"),
+        *_norm_rows(f"{name}/intermediate/LayerNorm", f"{path}.output_norm"),
+    )
+
+
+def _postnorm_rows(name, path):
+    return (
+        *_norm_rows(f"{name}/attention/output/LayerNorm", f"{path}.attention_norm"),
+        *_norm_rows(f"{name}/output/LayerNorm", f"{path}.output_norm"),
+    )
+
+
+_LAYER = ("{scope}/encoder/layer_{layer}", "encoder.encoder_layers.{layer}")
 
 BERT_MAP = (
     ("{scope}/embeddings/word_embeddings", "embeddings.word_embeddings"),
     ("{scope}/embeddings/token_type_embeddings", "embeddings.token_type_embeddings"),
     ("{scope}/embeddings/position_embeddings", "embeddings.position_embeddings"),
     *_norm_rows("{scope}/encoder/LayerNorm", "encoder.layer_norm"),
-    *_dense_rows(f"{_LAYER}/attention/self/query", f"{_LAYER_PATH}.attention.query"),
-    *_dense_rows(f"{_LAYER}/attention/self/key", f"{_LAYER_PATH}.attention.key"),
-    *_dense_rows(f"{_LAYER}/attention/self/value", f"{_LAYER_PATH}.attention.value"),
-    *_dense_rows(f"{_LAYER}/attention/output/dense", f"{_LAYER_PATH}.attention_output"),
-    *_dense_rows(f"{_LAYER}/intermediate/dense", f"{_LAYER_PATH}.intermediate"),
-    *_dense_rows(f"{_LAYER}/output/dense", f"{_LAYER_PATH}.output_dense"),
+    *_layer_rows(*_LAYER),
     *_dense_rows("{scope}/pooler/dense", "pooler"),
 )
 # The LayerNorms of a layer are named by where they sit.
-PRENORM_ROWS = (
-    *_norm_rows(f"{_LAYER}/attention/self/LayerNorm", f"{_LAYER_PATH}.attention_norm"),
-    *_norm_rows(f"{_LAYER}/intermediate/LayerNorm", f"{_LAYER_PATH}.output_norm"),
+PRENORM_ROWS = _prenorm_rows(*_LAYER)
+POSTNORM_ROWS = _postnorm_rows(*_LAYER)
+
+# `{decoder}` is "encoder" in a coupled model, which has one name for what both share.
+_DECODER_LAYER = ("{scope}/{decoder}/layer_{layer}", "decoder.decoder_layers.{layer}")
+_CROSS, _CROSS_PATH = "{scope}/{decoder}/layer_{layer}/attention", _DECODER_LAYER[1]
+
+DECODER_MAP = (
+    *_norm_rows("{scope}/{decoder}/LayerNorm", "decoder.layer_norm"),
+    *_layer_rows(*_DECODER_LAYER),
+    *_dense_rows(f"{_CROSS}/encdec/query", f"{_CROSS_PATH}.cross_attention.query"),
+    *_dense_rows(f"{_CROSS}/encdec/key", f"{_CROSS_PATH}.cross_attention.key"),
+    *_dense_rows(f"{_CROSS}/encdec/value", f"{_CROSS_PATH}.cross_attention.value"),
+    *_dense_rows(f"{_CROSS}/encdec_output/dense", f"{_CROSS_PATH}.cross_output"),
 )
-POSTNORM_ROWS = (
-    *_norm_rows(f"{_LAYER}/attention/output/LayerNorm", f"{_LAYER_PATH}.attention_norm"),
-    *_norm_rows(f"{_LAYER}/output/LayerNorm", f"{_LAYER_PATH}.output_norm"),
+DECODER_PRENORM_ROWS = (
+    *_prenorm_rows(*_DECODER_LAYER),
+    *_norm_rows(f"{_CROSS}/encdec/LayerNorm", f"{_CROSS_PATH}.cross_norm"),
+)
+DECODER_POSTNORM_ROWS = (
+    *_postnorm_rows(*_DECODER_LAYER),
+    *_norm_rows(f"{_CROSS}/encdec_output/LayerNorm", f"{_CROSS_PATH}.cross_norm"),
 )
 CLASSIFIER_ROWS = (
     ("{scope}/classifier/kernel", "kernel"),
@@ -95,6 +129,20 @@ def bert_variables(model) -> dict[str, tf.Variable]:
     return _resolve(model, BERT_MAP + norm_rows, config.scope, config.num_hidden_layers)
 
 
+def transformer_variables(model) -> dict[str, tf.Variable]:
+    """Maps the 2021 checkpoint names of a `TransformerModel` to its variables."""
+    config = model.config
+    prenorm = config.norm_type == "prenorm"
+    rows = DECODER_MAP + (DECODER_PRENORM_ROWS if prenorm else DECODER_POSTNORM_ROWS)
+    decoder = "encoder" if config.couple_encoder_decoder else "decoder"
+    rows = [(name.replace("{decoder}", decoder), path) for name, path in rows]
+    # It has neither token types nor a pooler, whose rows the encoder's map leaves out.
+    return {
+        **bert_variables(model),
+        **_resolve(model, rows, config.scope, config.decoder_depth),
+    }
+
+
 def classifier_variables(head, scope: str) -> dict[str, tf.Variable]:
     """Maps the 2021 checkpoint names of a `ClassifierLossLayer` to its variables."""
     return _resolve(head, CLASSIFIER_ROWS, scope, 0)
@@ -120,7 +168,7 @@ def load_tf1_checkpoint(model, path: str, head=None) -> LoadReport:
     """Loads a TF1-format checkpoint of the 2021 toolkit into a built model.
 
     Args:
-      model: a `BertModel`.
+      model: a `BertModel` or a `TransformerModel`.
       path: the checkpoint's prefix (`…/model.ckpt-0`), or a directory with a `checkpoint` file.
       head: a built `ClassifierLossLayer`, loaded too where the checkpoint has one.
 
@@ -138,7 +186,8 @@ def load_tf1_checkpoint(model, path: str, head=None) -> LoadReport:
             "files .index and .data-00000-of-00001, such as DIRECTORY/model.ckpt-0."
         )
     reader = _open(prefix)
-    variables = bert_variables(model)
+    has_decoder = hasattr(model, "decoder")
+    variables = transformer_variables(model) if has_decoder else bert_variables(model)
     if head is not None:
         variables.update(classifier_variables(head, model.config.scope))
     return _assign(variables, reader, prefix)

@@ -138,6 +138,14 @@ def _csv_text(rows):
     return text.getvalue()
 
 
+def checkpoint_steps(directory: str) -> list[int]:
+    """Returns the steps whose checkpoints `Checkpoints` left in a directory, in ascending order."""
+    if not tf.io.gfile.isdir(directory):
+        return []
+    names = (name.rstrip("/") for name in tf.io.gfile.listdir(directory))
+    return sorted(int(match[1]) for match in map(_CHECKPOINT_NAME.match, names) if match)
+
+
 class Checkpoints:
     """The newest few checkpoints of a model in a directory, each a directory of its own.
 
@@ -158,10 +166,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""
-        if not tf.io.gfile.isdir(self._directory):
-            return []
-        names = (name.rstrip("/") for name in tf.io.gfile.listdir(self._directory))
-        return sorted(int(match[1]) for match in map(_CHECKPOINT_NAME.match, names) if match)
+        return checkpoint_steps(self._directory)
 
     def save(self, step: int) -> None:
         """Writes the checkpoint of `step` and deletes all but the newest up to it.
@@ -207,9 +212,12 @@ class Checkpoints:
         try:
             status.assert_existing_objects_matched()
         except AssertionError as error:
+            # Keras describes a variable by its name, shape and all its values.
+            absent = re.findall(r"<tf.Variable '([^']+)' shape=(\(.*?\))", str(error))
+            names = "".join(f"\n  {name} {shape}" for name, shape in absent)
             raise ValueError(
                 f"{path} does not hold every variable of this model. Build the model and compile "
-                f"it with the optimizer of the run in that directory. {error}"
+                f"it with the optimizer of the run in that directory.{names}"
             ) from error
 
     def _path(self, step):
@@ -333,8 +341,8 @@ class TrainingRecorder(keras.callbacks.Callback):
         if not tf.reduce_all(tf.math.is_finite(value)):
             raise FloatingPointError(
                 f"{name} is not finite at step {self.step}; the checkpoints of the steps "
-                f"{self._checkpoints.steps()} are from before. Lower the learning rate, clip "
-                "gradients or lengthen the warm-up."
+                f"{self._checkpoints.steps()} are from before. Lower --learning_rate or raise "
+                "--num_warmup_steps."
             )
 
     def _score(self, dataset):

@@ -10,6 +10,13 @@ ATTENTION_TYPES = ("original_full", "simulated_sparse", "block_sparse")
 NORM_TYPES = ("prenorm", "postnorm")
 PATTERN_LENGTHS = ("model", "input")
 CHECKPOINTING_POLICIES = ("none", "full", "every_n", "attention", "auto")
+# Fields that change what a step needs, and not what it computes.
+MEMORY_FIELDS = (
+    "use_gradient_checkpointing",
+    "gradient_checkpointing_policy",
+    "gradient_checkpointing_every_n",
+    "memory_budget_gb",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -309,8 +309,8 @@ def _plan_flags(config, values):
         planned = plan(length, batch, policy)
         totals[length, batch, policy] = planned.total_bytes
         print(
-            f"{length:>8}{batch:>7}  {policy:<10}{planned.total_bytes / GIB:>8.2f} GiB"
-            f"{planned.parameters:>15,}{planned.optimizer_bytes / GIB:>8.2f} GiB",
+            f"{length:>8}{batch:>7}  {policy:<10}{_size_text(planned.total_bytes):>12}"
+            f"{planned.parameters:>14,}{_size_text(planned.optimizer_bytes):>12}",
             flush=True,
         )
     if config.memory_budget_gb is not None:
@@ -323,6 +323,10 @@ def _plan_flags(config, values):
             print(f"{length:>8}{batch:>7}  {policy}", flush=True)
     if values.plot:
         _draw(totals, values.plot)
+
+
+def _size_text(size):
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _draw(totals, path):

@@ -22,7 +22,7 @@ import tf_keras as keras
 from bigbird.core import flags, training
 from bigbird.core.callbacks import write_atomically
 from bigbird.core.checkpoint import load_tf1_checkpoint
-from bigbird.core.config import MEMORY_FIELDS, BigBirdConfig
+from bigbird.core.config import DECODER_FIELDS, MEMORY_FIELDS, BigBirdConfig
 from bigbird.core.data import (
     ExampleSource,
     classification_dataset,
@@ -44,7 +44,7 @@ _MODEL_FLAGS = (
     *(
         field.name
         for field in dataclasses.fields(BigBirdConfig)
-        if field.name not in (*MEMORY_FIELDS, "pad_token_id")
+        if field.name not in (*MEMORY_FIELDS, *DECODER_FIELDS, "pad_token_id")
     ),
     "pad_id",
     "vocab_model_file",

@@ -17,6 +17,16 @@ MEMORY_FIELDS = (
     "gradient_checkpointing_every_n",
     "memory_budget_gb",
 )
+# Fields of a decoder and its search, which an encoder alone does without.
+DECODER_FIELDS = (
+    "eos_token_id",
+    "bos_token_id",
+    "max_decoder_length",
+    "num_decoder_layers",
+    "couple_encoder_decoder",
+    "beam_size",
+    "alpha",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ def predict_to_file(
     path: str,
     identity: Mapping[str, Any],
     batch_size: int,
+    verbose: int = 1,
 ) -> None:
     """Predicts every example of a source, one JSON line each, in the order of the source.
 
@@ -42,6 +43,7 @@ def predict_to_file(
       path: local file, which appears under this name when it is whole.
       identity: what decides the predictions, as JSON values; such as the weights and settings.
       batch_size: examples of a batch.
+      verbose: 0 shows nothing, 1 a progress bar, 2 the bar's end alone.
 
     Raises:
       ValueError: if `path` is not local, another process writes to it, or the predictions that were
@@ -57,7 +59,7 @@ def predict_to_file(
         done = _take_up(file, identity)
         if done:
             logging.info("%s holds %d of %d already.", partial, done, source.num_examples)
-        progress = keras.utils.Progbar(source.num_examples, unit_name="example")
+        progress = keras.utils.Progbar(source.num_examples, unit_name="example", verbose=verbose)
         for batch in source.dataset.batch(batch_size).skip(done // batch_size).as_numpy_iterator():
             rows = [{"index": done + i, **row} for i, row in enumerate(predict(batch))]
             _append(file, rows)

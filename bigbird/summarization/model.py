@@ -11,8 +11,10 @@ import tf_keras as keras
 from bigbird.core import training
 from bigbird.core.beam_search import DecodingOptions
 from bigbird.core.config import BigBirdConfig
+from bigbird.core.memory import TrainingPlan, plan_step
 from bigbird.core.modeling import TransformerModel
 from bigbird.core.pairs import PairEncoder
+from bigbird.core.recompute_grad import RecomputeContext
 from bigbird.summarization.loss import smoothed_cross_entropy
 
 
@@ -41,7 +43,7 @@ class Summarizer(training.SeededModel):
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         """The mean loss over target tokens `y`, from hidden states `y_pred`."""
-        losses, cross_entropies = self._token_losses(y_pred, y)
+        losses, cross_entropies = self.token_losses(y_pred, y)
         is_target = self._is_target(y)
         self.loss_mean.update_state(losses, is_target)
         self.cross_entropy_mean.update_state(cross_entropies, is_target)
@@ -49,7 +51,7 @@ class Summarizer(training.SeededModel):
         # The gradients of the replicas are added up; Keras divides losses of its own so too.
         return loss / tf.distribute.get_strategy().num_replicas_in_sync
 
-    def _token_losses(self, hidden, target_ids):
+    def token_losses(self, hidden, target_ids):
         """Loss and cross entropy `[B, T]`: the one place that projects to the vocabulary."""
         logits = self.transformer.vocabulary_logits(hidden)
         return smoothed_cross_entropy(logits, target_ids, self.label_smoothing)
@@ -64,6 +66,22 @@ class Summarizer(training.SeededModel):
 
     def get_config(self):
         return {"params": self.config.to_dict(), "label_smoothing": self.label_smoothing}
+
+
+def plan_training(params, batch_size: int, optimizer: str) -> TrainingPlan:
+    """Plans the memory of a training step at the config's lengths; see `memory.plan_training`."""
+    model = Summarizer(params)
+    config = model.config
+    lengths = (config.max_encoder_length, config.max_decoder_length)
+
+    def step(document_ids, target_ids, seed):
+        with tf.GradientTape() as tape, RecomputeContext(seed):
+            hidden = model((document_ids, target_ids), training=True)
+            loss = tf.reduce_sum(model.token_losses(hidden, target_ids)[0])
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    batch = [tf.TensorSpec([batch_size, length], tf.int32) for length in lengths]
+    return plan_step(model, step, batch, optimizer)
 
 
 class ServedSummarizer(tf.Module):

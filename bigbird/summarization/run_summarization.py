@@ -27,12 +27,23 @@ from bigbird.core.predictions import predict_to_file, read_predictions
 from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 from bigbird.summarization import rouge
 from bigbird.summarization.loss import padded_cross_entropy_loss
-from bigbird.summarization.model import ServedSummarizer, Summarizer
+from bigbird.summarization.model import ServedSummarizer, Summarizer, plan_training
 
 __all__ = ["input_fn_builder", "main", "padded_cross_entropy_loss", "pair_encoder", "run"]
 
 FLAGS = flags.FLAGS
 FIELDS = ("document", "summary")
+
+# Flags that say what a trained summarizer computes; how it searches may change.
+_MODEL_FLAGS = (
+    *commands.MODEL_FLAGS,
+    "max_decoder_length",
+    "num_decoder_layers",
+    "couple_encoder_decoder",
+    "eos_id",
+    "bos_id",
+)
+_TRAINING_FLAGS = (*commands.TRAINING_FLAGS, "label_smoothing")
 
 flags.define_task_flags(
     data_dir="tfds://scientific_papers/pubmed",
@@ -159,18 +170,8 @@ def decoding_options() -> DecodingOptions:
     )
 
 
-def _open_sources() -> dict[str, ExampleSource]:
-    """Opens and checks all that the flags ask to read, before anything else is done."""
-    splits = ["train", FLAGS.validation_split] if FLAGS.do_train else []
-    splits += [FLAGS.eval_split] if FLAGS.do_eval else []
-    sources = {
-        split: open_source(FLAGS.data_dir, split, FIELDS, FLAGS.tfds_data_dir)
-        for split in splits
-        if split
-    }
-    if FLAGS.do_predict:
-        sources["input_file"] = open_source(FLAGS.input_file, None, ("document",))
-    return sources
+def _open_split(split) -> ExampleSource:
+    return open_source(FLAGS.data_dir, split, FIELDS, FLAGS.tfds_data_dir)
 
 
 def _batches(source, encoder, *, is_training=False, start_step=0):
@@ -209,7 +210,8 @@ def summarize_file(
         summaries = served.serve(tf.constant(batch["document"]))["summary"].numpy()
         return [{"summary": summary.decode()} for summary in summaries]
 
-    predict_to_file(source, summarize, output_file, identity, batch_size)
+    verbose = training.verbosity()
+    predict_to_file(source, summarize, output_file, identity, batch_size, verbose)
 
 
 def score_summaries(source: ExampleSource, path: str, lead_sentences: int) -> dict[str, float]:
@@ -268,32 +270,28 @@ def _check_options(options: DecodingOptions, config: BigBirdConfig):
     options.check(SpecialIds(config.vocab_size, *ids))
 
 
-def _identity_of_summaries(config: BigBirdConfig, options: DecodingOptions, step: int):
+def _identity_of_summaries(options: DecodingOptions, step: int):
     """Returns what decides the summaries of a document."""
-    weights = ("output_dir", "init_checkpoint", "mixed_precision")
-    texts = ("vocab_model_file", "substitute_newline")
-    return {
-        **config.to_dict(),
-        **dataclasses.asdict(options),
-        **{name: FLAGS[name].value for name in (*weights, *texts)},
-        "step": step,
-    }
+    names = (*_MODEL_FLAGS, "output_dir", "init_checkpoint", "mixed_precision")
+    values = {name: FLAGS[name].value for name in names}
+    return {**values, **dataclasses.asdict(options), "step": step}
 
 
 def main(_):
     """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
     commands.check_command_flags()
+    commands.adopt_run(_MODEL_FLAGS)
     settings = commands.training_settings(best_metric="loss", best_mode="min")
     config, options = flags.model_config(), decoding_options()
     _check_options(options, config)
     encoder = pair_encoder(Tokenizer(find_vocabulary(FLAGS.vocab_model_file)))
-    sources = _open_sources()
+    sources = commands.open_sources(_open_split, FLAGS.eval_split, "document")
     surveys = {
         name: survey_pairs(source, encoder)
         for name, source in sources.items()
         if name != "input_file"
     }
-    config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer)
+    config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer, plan_training)
     model = _compiled_model(config, settings)
     print(f"The model has {model.transformer.count_params():,} parameters.")
     if FLAGS.init_checkpoint:
@@ -309,7 +307,7 @@ def main(_):
                 sources["train"], encoder, is_training=True, start_step=start_step
             ),
             settings,
-            config=commands.run_configuration(config, "label_smoothing"),
+            config=commands.identity(config, (*_MODEL_FLAGS, *_TRAINING_FLAGS)),
             validation_dataset=validation and _batches(validation, encoder),
         )
         step = settings.num_train_steps
@@ -317,7 +315,7 @@ def main(_):
         step = commands.weights_of_the_run(model)
 
     served = ServedSummarizer(model.transformer, encoder, options)
-    identity = _identity_of_summaries(config, options, step)
+    identity = _identity_of_summaries(options, step)
     if FLAGS.do_eval:
         source = sources[FLAGS.eval_split]
         _evaluate(model, served, source, encoder, settings, step, identity)

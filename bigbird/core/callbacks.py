@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 import tf_keras as keras
@@ -31,6 +33,23 @@ def write_atomically(path: str, text: str) -> None:
     with tf.io.gfile.GFile(temporary, "w") as file:
         file.write(text)
     tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Says in which entries two configurations differ; "" where they are equal.
+
+    Args:
+      there: as read from JSON.
+      here: values that can be written as JSON.
+    """
+    # As it reads back from JSON, where a tuple is a list.
+    here = json.loads(json.dumps(here))
+    absent = "nothing"
+    return "; ".join(
+        f"{name}: {there.get(name, absent)} there, {here.get(name, absent)} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name, absent) != here.get(name, absent)
+    )
 
 
 @contextlib.contextmanager

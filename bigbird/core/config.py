@@ -19,10 +19,10 @@ MEMORY_FIELDS = (
     "gradient_checkpointing_every_n",
     "memory_budget_gb",
 )
-# Fields that an encoder has no use for.
+# Fields of a decoder and its search, which an encoder alone does without.
 DECODER_FIELDS = (
-    "bos_token_id",
     "eos_token_id",
+    "bos_token_id",
     "max_decoder_length",
     "num_decoder_layers",
     "couple_encoder_decoder",

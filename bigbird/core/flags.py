@@ -41,6 +41,7 @@ DEFINE_float = _shared_between_tasks(flags.DEFINE_float)
 DEFINE_bool = DEFINE_boolean = _shared_between_tasks(flags.DEFINE_bool)
 DEFINE_list = _shared_between_tasks(flags.DEFINE_list)
 DEFINE_enum = _shared_between_tasks(flags.DEFINE_enum)
+DEFINE_list = _shared_between_tasks(flags.DEFINE_list)
 
 # Model.
 DEFINE_float("attention_probs_dropout_prob", 0.1, "Dropout of the attention probabilities.")

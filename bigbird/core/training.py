@@ -355,12 +355,17 @@ def evaluate(
         raise ValueError(f"The evaluation dataset {kind}: give every example once.")
     scores = model.evaluate(dataset, return_dict=True, verbose=verbosity(verbose))
     results = {"global_step": step, **{name: float(scores[name]) for name in sorted(scores)}}
-    tf.io.gfile.makedirs(settings.output_dir)
-    path = os.path.join(settings.output_dir, f"eval_results_{step}")
+    write_results(results, settings.output_dir)
+    return results
+
+
+def write_results(results: Mapping[str, float], output_dir: str) -> None:
+    """Writes what an evaluation found as `eval_results_{global_step}.txt` and `.json`."""
+    tf.io.gfile.makedirs(output_dir)
+    path = os.path.join(output_dir, f"eval_results_{results['global_step']}")
     lines = "".join(f"{name} = {value}\n" for name, value in results.items())
     write_atomically(f"{path}.txt", lines)
     write_atomically(f"{path}.json", json.dumps(results, indent=1))
-    return results
 
 
 def has_weights(output_dir: str) -> bool:

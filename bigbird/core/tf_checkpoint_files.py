@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -68,6 +68,9 @@ class TfCheckpoint:
             if attribute.checkpoint_key in shapes
             and not _NO_WEIGHTS.search(attribute.checkpoint_key)
         }
+
+    def drop_implied(self, wanted: Container[str]) -> None:
+        """See `tensor_sources.TensorSource`; there are none."""
 
     def check_types(self, names: Iterable[str]) -> None:
         """See `tensor_sources.TensorSource`."""

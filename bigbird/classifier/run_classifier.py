@@ -1,16 +1,20 @@
 """Command: trains, evaluates, exports and serves a classifier of long documents.
 
-    bigbird-classify --data_dir=builtin://documents --vocab_model_file=builtin --do_eval --do_export
+    bigbird-classify --data_dir=builtin://documents --vocab_model_file=builtin --num_labels=5 \
+        --do_eval --do_export
 
 The way of a run: flags -> data sources, checked -> `BertClassifier` -> `training.train`,
-`training.evaluate`, `training.export_saved_model`, `predict_file`.
+`training.evaluate`, `training.export_saved_model`, `predict_file`. With `--do_train=False` the run
+in `--output_dir` says what the model is; flags need not repeat it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 import tf_keras as keras
@@ -18,8 +22,13 @@ import tf_keras as keras
 from bigbird.core import flags, training
 from bigbird.core.callbacks import write_atomically
 from bigbird.core.checkpoint import load_tf1_checkpoint
-from bigbird.core.config import BigBirdConfig
-from bigbird.core.data import classification_dataset, encode_documents, open_source
+from bigbird.core.config import DECODER_FIELDS, MEMORY_FIELDS, BigBirdConfig
+from bigbird.core.data import (
+    ExampleSource,
+    classification_dataset,
+    encode_documents,
+    open_source,
+)
 from bigbird.core.devices import create_strategy, precision_scope
 from bigbird.core.layers import build_in_scope, create_initializer
 from bigbird.core.memory import fitting_policy
@@ -30,11 +39,23 @@ from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 
 FLAGS = flags.FLAGS
 
-# Flags that decide the result of a run, besides the model's and the training settings.
-_RESULT_FLAGS = (
-    "data_dir",
+# Flags that say what a trained model computes.
+_MODEL_FLAGS = (
+    *(
+        field.name
+        for field in dataclasses.fields(BigBirdConfig)
+        if field.name not in (*MEMORY_FIELDS, *DECODER_FIELDS, "pad_token_id")
+    ),
+    "pad_id",
     "vocab_model_file",
     "substitute_newline",
+    "num_labels",
+    "cls_id",
+    "sep_id",
+)
+# Flags that decide how it is trained, besides the training settings.
+_TRAINING_FLAGS = (
+    "data_dir",
     "pad_to_batch",
     "init_checkpoint",
     "optimizer",
@@ -44,7 +65,6 @@ _RESULT_FLAGS = (
     "optimizer_beta1",
     "optimizer_beta2",
     "optimizer_epsilon",
-    "num_labels",
 )
 
 flags.define_task_flags(
@@ -175,17 +195,23 @@ class BertClassifier(training.SeededModel):
 class ServedClassifier(tf.Module):
     """What an export holds: strings in, class probabilities out."""
 
-    def __init__(self, model: BertClassifier, encode):
+    def __init__(self, model: BertClassifier, encode, label_names: Sequence[str] | None = None):
         """Serves `model`; `encode` turns strings `[B]` into ids `[B, L]`."""
         super().__init__()
         self.model = model
         self.encode = encode
+        self.label_names = label_names
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
     def serve(self, text):
-        """Returns `probabilities [B, classes]` and the likeliest `label [B]`."""
-        log_probs = self.model(self.encode(text), training=False)
-        return {"probabilities": tf.exp(log_probs), "label": tf.argmax(log_probs, axis=1)}
+        """Returns `probabilities [B, classes]`, the likeliest `label [B]`, and its `name`."""
+        with training.inference_context():
+            log_probs = self.model(self.encode(text), training=False)
+        label = tf.argmax(log_probs, axis=1)
+        scores = {"probabilities": tf.exp(log_probs), "label": label}
+        if self.label_names:
+            scores["name"] = tf.gather(tf.constant(self.label_names), label)
+        return scores
 
 
 def input_fn_builder(
@@ -201,50 +227,51 @@ def input_fn_builder(
     Args:
       data_dir: `tfds://…`, `builtin://…`, a directory or a file.
       is_training: shuffled and endless from the training split, or once over the test split.
-      tmp_dir: where TFDS finds and prepares data sets.
+      tmp_dir: where TFDS finds prepared data sets.
 
     Returns:
       A function of a dict with `batch_size`.
     """
 
     def input_fn(params):
-        return _dataset(
-            data_dir,
+        return _batches(
+            _open_split("train" if is_training else "test", data_dir, tmp_dir),
+            params["batch_size"],
             vocab_model_file,
             max_encoder_length,
             substitute_newline,
-            "train" if is_training else "test",
-            params["batch_size"],
-            tmp_dir,
+            is_training=is_training,
         )
 
     return input_fn
 
 
-def _dataset(
-    data_dir,
-    vocab_model_file,
-    max_encoder_length,
-    substitute_newline,
-    split,
-    batch_size,
-    tfds_data_dir,
-    start_step=0,
-):
-    source = open_source(
-        data_dir,
+def _open_split(split, data_dir=None, tfds_data_dir=None):
+    return open_source(
+        data_dir or FLAGS.data_dir,
         split,
         fields=("text", "label"),
         tfds_data_dir=tfds_data_dir or FLAGS["tfds_data_dir"].value,
         num_labels=FLAGS["num_labels"].value,
     )
+
+
+def _batches(
+    source,
+    batch_size,
+    vocab_model_file,
+    max_encoder_length,
+    substitute_newline,
+    is_training,
+    start_step=0,
+):
     return classification_dataset(
         source,
         Tokenizer(find_vocabulary(vocab_model_file)),
         flags.special_tokens(),
         max_length=max_encoder_length,
         batch_size=batch_size,
-        training=split == "train",
+        training=is_training,
         seed=FLAGS["seed"].value,
         start_step=start_step,
         substitute_newline=substitute_newline,
@@ -253,15 +280,14 @@ def _dataset(
     )
 
 
-def _dataset_of_flags(split, start_step=0):
-    return _dataset(
-        FLAGS.data_dir,
+def _batches_of_flags(source, is_training=False, start_step=0):
+    return _batches(
+        source,
+        FLAGS.train_batch_size if is_training else FLAGS.eval_batch_size,
         FLAGS.vocab_model_file,
         FLAGS.max_encoder_length,
         FLAGS.substitute_newline,
-        split,
-        FLAGS.train_batch_size if split == "train" else FLAGS.eval_batch_size,
-        FLAGS.tfds_data_dir,
+        is_training,
         start_step,
     )
 
@@ -330,74 +356,119 @@ def _encoder_of_strings():
     )
 
 
-def predict_file(model: BertClassifier, encode, input_file, output_file, batch_size: int):
-    """Scores the documents of a file, one JSON line each, in the order of the file.
+def predict_file(served: ServedClassifier, source: ExampleSource, output_file, batch_size: int):
+    """Scores documents, one JSON line each, in their order.
 
-    A line holds `index`, `label` and `probabilities`. The file appears when all are scored.
-
-    Raises:
-      ValueError: for a file without documents, or one that cannot be read.
+    A line holds `index`, `label`, `probabilities` and, where classes have names, `name`. The file
+    appears when all are scored.
     """
-    source = open_source(input_file, None, fields=("text",))
-    served = ServedClassifier(model, encode)
+    tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(output_file)))
     lines = []
-    progress = keras.utils.Progbar(source.num_examples, unit_name="document")
+    progress = keras.utils.Progbar(
+        source.num_examples, unit_name="document", verbose=training.verbosity()
+    )
     for batch in source.dataset.batch(batch_size):
-        scores = served.serve(batch["text"])
-        labels, probabilities = scores["label"].numpy(), scores["probabilities"].numpy()
-        for label, row in zip(labels.tolist(), probabilities.tolist(), strict=True):
-            lines.append({"index": len(lines), "label": label, "probabilities": row})
+        scores = {key: value.numpy().tolist() for key, value in served.serve(batch["text"]).items()}
+        for label, probabilities in zip(scores["label"], scores["probabilities"], strict=True):
+            line = {"index": len(lines), "label": label, "probabilities": probabilities}
+            if served.label_names:
+                line["name"] = served.label_names[label]
+            lines.append(line)
         progress.update(len(lines))
     write_atomically(output_file, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def _weights_of_the_run(model, settings) -> int:
-    """Loads the newest weights of `output_dir`, or keeps those of `init_checkpoint`: their step."""
-    if FLAGS.init_checkpoint and not tf.io.gfile.exists(settings.output_dir):
-        return 0
-    return training.restore_weights(model, settings.output_dir)
-
-
-def main(_):
-    """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
+def _check_request():
     if not (FLAGS.do_train or FLAGS.do_eval or FLAGS.do_export or FLAGS.do_predict):
         raise ValueError("Nothing to do: give --do_train, --do_eval, --do_export or --do_predict.")
     if FLAGS.validation_split == "train":
         raise ValueError("--validation_split=train: expected another split than the training one.")
     if FLAGS.do_predict and not FLAGS.input_file:
         raise ValueError("--do_predict needs --input_file: a .jsonl, .csv or .txt of documents.")
+
+
+def _identity(config):
+    """Returns what decides the result of a run, besides the training settings."""
+    values = {name: FLAGS[name].value for name in (*_MODEL_FLAGS, *_TRAINING_FLAGS)}
+    resolved = {name: getattr(config, name) for name in ("vocab_size", *MEMORY_FIELDS)}
+    return {**values, **resolved}
+
+
+def _open_sources() -> dict[str, ExampleSource]:
+    """Opens and checks all that the flags ask to read, before anything else is done."""
+    splits = ["train", FLAGS.validation_split] if FLAGS.do_train else []
+    splits += ["test"] if FLAGS.do_eval else []
+    sources = {split: _open_split(split) for split in splits if split}
+    if FLAGS.do_predict:
+        sources["input_file"] = open_source(
+            FLAGS.input_file, None, fields=("text",), flag="input_file"
+        )
+    return sources
+
+
+def _label_names(sources, run):
+    """Returns the class names, which must be the same wherever there are some."""
+    names = {
+        source.description: list(source.label_names) for source in sources if source.label_names
+    }
+    if run.get("label_names"):
+        names[f"the run in {FLAGS.output_dir}"] = run["label_names"]
+    if len(set(map(tuple, names.values()))) > 1:
+        told = "; ".join(f"{where}: {', '.join(classes)}" for where, classes in names.items())
+        raise ValueError(f"Expected the same class names everywhere; received {told}.")
+    return next(iter(names.values()), None)
+
+
+def _weights_of_the_run(model, settings) -> int:
+    """Loads the newest weights of `output_dir`, or keeps those of `init_checkpoint`: their step."""
+    if FLAGS.init_checkpoint and not training.has_weights(settings.output_dir):
+        return 0
+    return training.restore_weights(model, settings.output_dir)
+
+
+def main(_):
+    """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
+    _check_request()
+    run = training.read_configuration(FLAGS.output_dir) or {}
+    if not FLAGS.do_train:
+        flags.adopt(run, _MODEL_FLAGS)
     settings = _settings()
-    config = fitting_policy(flags.model_config(), FLAGS.train_batch_size, FLAGS.optimizer)
-    evaluation = _dataset_of_flags("test") if FLAGS.do_eval else None
-    validation = _dataset_of_flags(FLAGS.validation_split) if FLAGS.validation_split else None
+    config = flags.model_config()
+    if not FLAGS.do_train:
+        training.check_configuration(settings.output_dir, _identity(config), _MODEL_FLAGS)
+    sources = _open_sources()
+    label_names = _label_names(sources.values(), run)
+    config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer)
     model = _compiled_model(config, settings)
     print(f"The model has {model.count_params():,} parameters.")
     if FLAGS.init_checkpoint:
         print(load_tf1_checkpoint(model.bert, FLAGS.init_checkpoint, head=model.classifier))
 
     if FLAGS.do_train:
+        validation = sources.get(FLAGS.validation_split)
         training.train(
             model,
-            lambda start_step: _dataset_of_flags("train", start_step),
+            lambda start_step: _batches_of_flags(sources["train"], True, start_step),
             settings,
-            config={**config.to_dict(), **{name: FLAGS[name].value for name in _RESULT_FLAGS}},
-            validation_dataset=validation,
+            config={**_identity(config), "label_names": label_names},
+            validation_dataset=validation and _batches_of_flags(validation),
         )
         step = settings.num_train_steps
     else:
         step = _weights_of_the_run(model, settings)
 
     if FLAGS.do_eval:
-        for name, value in training.evaluate(model, evaluation, settings, step).items():
+        test = _batches_of_flags(sources["test"])
+        for name, value in training.evaluate(model, test, settings, step).items():
             print(f"{name} = {value}")
-    encode = _encoder_of_strings()
+    served = ServedClassifier(model, _encoder_of_strings(), label_names)
     if FLAGS.do_export:
         path = os.path.join(settings.output_dir, "export")
-        training.export_saved_model(ServedClassifier(model, encode), path)
+        training.export_saved_model(served, path)
         print(f"Exported to {path}.")
     if FLAGS.do_predict:
         output_file = FLAGS.output_file or os.path.join(settings.output_dir, "predictions.jsonl")
-        predict_file(model, encode, FLAGS.input_file, output_file, FLAGS.eval_batch_size)
+        predict_file(served, sources["input_file"], output_file, FLAGS.eval_batch_size)
         print(f"Wrote the scores to {output_file}.")
 
 

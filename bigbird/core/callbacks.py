@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 import tf_keras as keras
@@ -31,6 +33,23 @@ def write_atomically(path: str, text: str) -> None:
     with tf.io.gfile.GFile(temporary, "w") as file:
         file.write(text)
     tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Says in which entries two configurations differ; "" where they are equal.
+
+    Args:
+      there: as read from JSON.
+      here: values that can be written as JSON.
+    """
+    # As it reads back from JSON, where a tuple is a list.
+    here = json.loads(json.dumps(here))
+    absent = "nothing"
+    return "; ".join(
+        f"{name}: {there.get(name, absent)} there, {here.get(name, absent)} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name, absent) != here.get(name, absent)
+    )
 
 
 @contextlib.contextmanager
@@ -120,7 +139,7 @@ def _csv_text(rows):
 
 
 def checkpoint_steps(directory: str) -> list[int]:
-    """Returns the steps that have a checkpoint in a directory of `Checkpoints`, ascending."""
+    """Returns the steps whose checkpoints `Checkpoints` left in a directory, in ascending order."""
     if not tf.io.gfile.isdir(directory):
         return []
     names = (name.rstrip("/") for name in tf.io.gfile.listdir(directory))
@@ -193,9 +212,12 @@ class Checkpoints:
         try:
             status.assert_existing_objects_matched()
         except AssertionError as error:
+            # Keras describes a variable by its name, shape and all its values.
+            absent = re.findall(r"<tf.Variable '([^']+)' shape=(\(.*?\))", str(error))
+            names = "".join(f"\n  {name} {shape}" for name, shape in absent)
             raise ValueError(
                 f"{path} does not hold every variable of this model. Build the model and compile "
-                f"it with the optimizer of the run in that directory. {error}"
+                f"it with the optimizer of the run in that directory.{names}"
             ) from error
 
     def _path(self, step):
@@ -319,8 +341,8 @@ class TrainingRecorder(keras.callbacks.Callback):
         if not tf.reduce_all(tf.math.is_finite(value)):
             raise FloatingPointError(
                 f"{name} is not finite at step {self.step}; the checkpoints of the steps "
-                f"{self._checkpoints.steps()} are from before. Lower the learning rate, clip "
-                "gradients or lengthen the warm-up."
+                f"{self._checkpoints.steps()} are from before. Lower --learning_rate or raise "
+                "--num_warmup_steps."
             )
 
     def _score(self, dataset):

@@ -10,6 +10,24 @@ ATTENTION_TYPES = ("original_full", "simulated_sparse", "block_sparse")
 NORM_TYPES = ("prenorm", "postnorm")
 PATTERN_LENGTHS = ("model", "input")
 CHECKPOINTING_POLICIES = ("none", "full", "every_n", "attention", "auto")
+# Fields that change what a step needs, and not what it computes.
+MEMORY_FIELDS = (
+    "use_gradient_checkpointing",
+    "gradient_checkpointing_policy",
+    "gradient_checkpointing_every_n",
+    "memory_budget_gb",
+)
+# Fields of a decoder and its search, which an encoder alone does without.
+DECODER_FIELDS = (
+    "eos_token_id",
+    "bos_token_id",
+    "max_decoder_length",
+    "num_decoder_layers",
+    "couple_encoder_decoder",
+    "own_decoder_positions",
+    "beam_size",
+    "alpha",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,6 +142,9 @@ def run():
     flags.DEFINE_enum("to", "safetensors", list(TARGETS), "Layout to write.")
     flags.DEFINE_enum("store_as", "F32", list(TYPE_NAMES), "Type of the stored safetensors.")
     flags.DEFINE_bool("encoder_only", False, "Whether to leave the heads out.")
+    flags.DEFINE_integer("num_decoder_layers", None, "Layers of a decoder; the encoder's if unset.")
+    flags.DEFINE_bool("couple_encoder_decoder", False, "Whether a decoder shares its weights.")
+    flags.DEFINE_bool("own_decoder_positions", False, "Whether it has a position table of its own.")
     flags.DEFINE_integer("max_encoder_length", 4096, "Length that the model is built for.")
     flags.run(_main)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging as standard_logging
+import pathlib
 import sys
 
 import tensorflow as tf
@@ -51,9 +53,7 @@ DEFINE_integer("intermediate_size", 3072, "Width of the feed-forward layers.")
 DEFINE_float("layer_norm_epsilon", 1e-12, "Added to the variance by LayerNorm.")
 DEFINE_integer("max_position_embeddings", 4096, "Rows of the position table.")
 DEFINE_integer("num_attention_heads", 12, "Attention heads of a layer.")
-DEFINE_integer("num_decoder_layers", None, "Layers of a decoder; as the encoder's where unset.")
 DEFINE_integer("num_hidden_layers", 12, "Layers of the encoder.")
-DEFINE_bool("own_decoder_positions", False, "Whether a decoder has a position table of its own.")
 DEFINE_integer("type_vocab_size", 2, "Rows of the token type table.")
 DEFINE_bool("use_bias", True, "Whether the attention projections have biases.")
 DEFINE_bool("rescale_embedding", False, "Whether to multiply word embeddings by sqrt(width).")
@@ -113,9 +113,8 @@ DEFINE_string("tpu_zone", None, "Zone of the TPU.")
 DEFINE_string("tpu_job_name", None, "Job name of the TPU worker.")
 DEFINE_string("gcp_project", None, "Cloud project of the TPU.")
 DEFINE_string("master", None, "Address of the TPU's master, instead of its name.")
-DEFINE_integer("num_tpu_cores", 8, "TPU cores; told by the TPU system itself, kept for scripts.")
-DEFINE_string("iterations_per_loop", "1000", "Training steps run on the device between reports.")
-
+DEFINE_integer("num_tpu_cores", 8, "Without effect: the TPU tells; kept for scripts.")
+DEFINE_string("iterations_per_loop", "1000", "Without effect; kept for scripts.")
 
 # Training beyond the 2021 flags.
 DEFINE_integer("seed", 0, "Decides initial weights, order of the data and dropout.")
@@ -126,7 +125,7 @@ DEFINE_integer("log_steps", 100, "Updates between two rows of the training log."
 DEFINE_integer("keep_checkpoints", 3, "Checkpoints that are kept, the newest ones.")
 
 # Data beyond the 2021 flags.
-DEFINE_string("tfds_data_dir", None, "Where TFDS finds prepared data sets, and prepares new ones.")
+DEFINE_string("tfds_data_dir", None, "Where TFDS finds prepared data sets.")
 DEFINE_integer("vocab_size", None, "Rows of the word table; those of the vocabulary where unset.")
 for _token, _id in dataclasses.asdict(SpecialTokens()).items():
     DEFINE_integer(f"{_token}_id", _id, f"Id of the {_token.upper()} token in the vocabulary.")
@@ -187,10 +186,8 @@ def follow_checkpoint() -> None:
     """
     if not FLAGS.init_checkpoint:
         return
-    for name, value in flag_values(FLAGS.init_checkpoint).items():
-        if name in FLAGS and FLAGS[name].using_default_value:
-            logging.info("--%s=%s, as %s says.", name, value, FLAGS.init_checkpoint)
-            FLAGS[name].value = value
+    values = flag_values(FLAGS.init_checkpoint)
+    adopt(values, [name for name in values if name in FLAGS])
 
 
 def special_tokens() -> SpecialTokens:
@@ -244,18 +241,53 @@ def load(path):
             setattr(FLAGS, name, value)
 
 
+def adopt(values, names):
+    """Sets the flags that the command line left open to the values of an earlier run.
+
+    Args:
+      values: what the run was made with, by flag name.
+      names: the flags to set where `values` has them.
+    """
+    for name in names:
+        if FLAGS[name].using_default_value and name in values:
+            FLAGS[name].value = values[name]
+
+
+# What a user can cause and mend: wrong values, files, disks and memory. Others are our faults.
+_USER_ERRORS = (
+    ValueError,
+    FloatingPointError,
+    OSError,
+    tf.errors.AlreadyExistsError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.NotFoundError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.ResourceExhaustedError,
+)
+
+
+def _concerns_users(record):
+    # TensorFlow tells of its own steps in checkpoints and exports, at the level of our messages.
+    of_libraries = {"tensorflow", "tf_keras"} & set(pathlib.PurePath(record.pathname).parts)
+    return record.levelno > standard_logging.INFO or not of_libraries
+
+
 def run(main):
     """Runs a command: parses its flags and tells a user's error without a traceback.
 
     `--verbosity=1` shows the traceback too.
     """
+    for module, defined in FLAGS.flags_by_module_dict().items():
+        if module.startswith("bigbird."):
+            for flag in defined:  # --help lists those of the program's own module only
+                FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
     def guarded(argv):
-        # TensorFlow times its own work at every checkpoint, at the level of what users should see.
-        logging.get_absl_logger().addFilter(lambda record: record.module != "functional_saver")
+        for logger in (logging.get_absl_logger(), tf.get_logger()):
+            logger.addFilter(_concerns_users)
         try:
             return main(argv)
-        except ValueError as error:
+        except _USER_ERRORS as error:
             logging.debug("The error came from:", exc_info=True)
             sys.exit(f"{type(error).__name__}: {error}")
 

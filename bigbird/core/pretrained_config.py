@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from bigbird.core.config import BigBirdConfig
+from bigbird.core.config import MEMORY_FIELDS, BigBirdConfig
 from bigbird.core.safetensors_files import CheckpointError, read_json, regular_file
 from bigbird.core.vocabulary import piece_id
 
@@ -173,11 +173,8 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 # Fields of a run rather than of a model.
-RUN_FIELDS = frozenset(
-    """
-    alpha beam_size gradient_checkpointing_every_n gradient_checkpointing_policy max_decoder_length
-    max_encoder_length memory_budget_gb use_gradient_checkpointing
-    """.split()
+_RUN_FIELDS = frozenset(
+    (*MEMORY_FIELDS, "max_encoder_length", "max_decoder_length", "beam_size", "alpha")
 )
 # Fields that no tensor's shape tells; another value computes something else from the same weights.
 _SHAPELESS_FIELDS = (
@@ -259,7 +256,7 @@ def flag_values(directory: str) -> dict[str, Any]:
 def _pretrained_values(directory: str) -> dict[str, Any]:
     path, settings, family = _read_settings(directory)
     config = config_from_pretrained(directory).to_dict()
-    values = {name: value for name, value in config.items() if name not in RUN_FIELDS}
+    values = {name: value for name, value in config.items() if name not in _RUN_FIELDS}
     for token in ("pad", "bos", "eos"):
         values[f"{token}_id"] = config[f"{token}_token_id"]
     if family is BERT:
@@ -276,8 +273,9 @@ def _pretrained_values(directory: str) -> dict[str, Any]:
 
 
 def _run_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {field.name for field in dataclasses.fields(BigBirdConfig)} - RUN_FIELDS
+    fields = {field.name for field in dataclasses.fields(BigBirdConfig)} - _RUN_FIELDS
     names = fields | {"classifier_transform", "num_labels", "vocab_model_file"}
+    names |= {f"{field.name}_id" for field in dataclasses.fields(SpecialTokens)}
     return {name: value for name, value in settings.items() if name in names}
 
 

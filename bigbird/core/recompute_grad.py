@@ -205,6 +205,7 @@ class RecomputingDropout(keras.layers.Layer):
         self.seed = seed
         self.force_recomputation = force_recomputation
         self.supports_masking = True
+        self.built = True  # there is nothing to build
 
     def call(self, inputs, training=None):
         def dropped():

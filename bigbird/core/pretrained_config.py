@@ -16,7 +16,7 @@ from absl import logging
 
 from bigbird.core.config import MEMORY_FIELDS, BigBirdConfig
 from bigbird.core.safetensors_files import CheckpointError, read_json, regular_file
-from bigbird.core.vocabulary import piece_id
+from bigbird.core.vocabulary import SpecialTokens, piece_id
 
 CONFIG_FILE = "config.json"
 VOCABULARY_FILE = "spiece.model"

@@ -28,6 +28,8 @@ class BertPretrainer(training.SeededModel):
         config = BigBirdConfig.from_params(params)
         self.use_nsp = use_nsp
         self.bert = BertModel(config)
+        # Hidden words do not reach it.
+        self.bert.pooler.trainable = use_nsp
         self.masked_lm = MaskedLMLayer(
             config.hidden_size,
             config.vocab_size,
@@ -56,7 +58,7 @@ class BertPretrainer(training.SeededModel):
         return list(self.means.values())
 
     def call(self, features, training=None):
-        """Features -> float32 log-probabilities: words `[B, P, V]`, next sentence `[B, 2]` or None."""
+        """Features -> float32 log-probabilities of words `[B, P, V]`, next sentence `[B, 2]`."""
         sequence_output, pooled_output = self.bert(
             features["input_ids"], features["segment_ids"], training=training
         )
@@ -74,9 +76,14 @@ class BertPretrainer(training.SeededModel):
             labels = y["next_sentence_labels"][:, 0]
             ones = tf.ones(tf.shape(labels))
             loss += self._scored("next_sentence", next_sentence, labels, ones)
-        self.means["loss"].update_state(loss)
+        predictions = tf.reduce_sum(y["masked_lm_weights"])
+        self.means["loss"].update_state(loss, predictions)
         # The gradients of the replicas are added up; Keras divides losses of its own so too.
         return loss / tf.distribute.get_strategy().num_replicas_in_sync
+
+    def compute_metrics(self, x, y, y_pred, sample_weight):
+        """Returns what `compute_loss` counted."""
+        return self.get_metrics_result()
 
     def _scored(self, head, log_probs, labels, weights):
         """Returns the weighted mean loss of a head, and counts it."""

@@ -1,5 +1,6 @@
-"""Files of strangers: whatever is in them, there is an error that says what is wrong, or tensors."""
+"""Files of strangers give tensors or an error that says what is wrong, whatever is in them."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -33,13 +34,13 @@ def _write(directory, tensors=None):
 
 
 def _read_all(directory):
-    with SafetensorsDirectory(str(directory)) as files:
+    with contextlib.closing(SafetensorsDirectory(str(directory))) as files:
         return {name: files.read(name) for name in files.shapes if name != "c"}
 
 
 def test_tensors_and_shapes_are_those_written(tmp_path):
     _write(tmp_path)
-    with SafetensorsDirectory(str(tmp_path)) as files:
+    with contextlib.closing(SafetensorsDirectory(str(tmp_path))) as files:
         assert files.shapes == {name: value.shape for name, value in TENSORS.items()}
         for name in ("a", "b"):
             np.testing.assert_array_equal(files.read(name), TENSORS[name])
@@ -65,18 +66,10 @@ def test_the_writer_writes_what_the_library_reads(tmp_path):
 
 # ------------------------------------------------------------------------------- mutated files
 
-_JSON = strategies.recursive(
-    strategies.none()
-    | strategies.booleans()
-    | strategies.integers(-(2**70), 2**70)
-    | strategies.floats()
-    | strategies.text(max_size=5)
-    | strategies.sampled_from(["F32", "BF16", "I64", "../../etc/passwd", "model.safetensors"]),
-    lambda inner: (
-        strategies.lists(inner, max_size=3)
-        | strategies.dictionaries(strategies.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
+# Drawn from a list: a thousand values that hypothesis composes itself take half a minute.
+_JSON = strategies.sampled_from(
+    [None, True, 0, -1, 7, 2**63, 2**70, 0.5, float("nan"), "", "F32", "I64", "../../etc/passwd"]
+    + ["model.safetensors", [], [0], [2**62, 8], [[]], {}, {"a": "b"}, {"a": {"a": None}}]
 )
 _TENSOR = strategies.fixed_dictionaries(
     {},

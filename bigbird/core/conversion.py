@@ -145,7 +145,9 @@ def run():
     flags.DEFINE_integer("num_decoder_layers", None, "Layers of a decoder; the encoder's if unset.")
     flags.DEFINE_bool("couple_encoder_decoder", False, "Whether a decoder shares its weights.")
     flags.DEFINE_bool("own_decoder_positions", False, "Whether it has a position table of its own.")
-    flags.DEFINE_integer("max_encoder_length", 4096, "Length that the model is built for.")
+    flags.DEFINE_integer(
+        "max_encoder_length", None, "Length the model is built for; that of its position table."
+    )
     flags.run(_main)
 
 
@@ -156,6 +158,8 @@ def _main(_):
     flags.follow_checkpoint()
     if values.vocab_size is None:
         values.vocab_size = _word_table_rows(values.init_checkpoint, values.scope)
+    if values.max_encoder_length is None:
+        values.max_encoder_length = values.max_position_embeddings
     # The default is a name that need not be there; what was asked for must be.
     wanted = values["vocab_model_file"].present or os.path.exists(values.vocab_model_file)
     print(

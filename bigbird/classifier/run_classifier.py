@@ -18,7 +18,6 @@ import tensorflow as tf
 import tf_keras as keras
 
 from bigbird.core import commands, flags, training
-from bigbird.core.checkpoint import load_tf1_checkpoint
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import (
     ExampleSource,
@@ -321,8 +320,7 @@ def main(_):
     config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer)
     model = _compiled_model(config, settings)
     print(f"The model has {model.count_params():,} parameters.")
-    if FLAGS.init_checkpoint:
-        print(load_tf1_checkpoint(model.bert, FLAGS.init_checkpoint, head=model.classifier))
+    commands.load_init_checkpoint(model.bert, {"classifier": model.classifier})
 
     if FLAGS.do_train:
         identity = commands.identity(config, (*_MODEL_FLAGS, *commands.TRAINING_FLAGS))

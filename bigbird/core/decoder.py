@@ -120,7 +120,7 @@ class DecoderLayer(EncoderLayer):
             hidden_dropout_prob, name=f"{scope}/attention/encdec_output/dropout"
         )
         place = "encdec" if norm_type == "prenorm" else "encdec_output"
-        self.cross_norm = LayerNorm(name=f"{scope}/attention/{place}/LayerNorm")
+        self.cross_norm = self._norm(f"attention/{place}/LayerNorm")
 
     def share_weights(self, encoder_layer: EncoderLayer):
         """Takes over the sublayers of an encoder layer; call it before the layer is built."""
@@ -247,7 +247,9 @@ class DecoderStack(keras.layers.Layer):
                 layer.share_weights(encoder_layer)
             self.layer_norm = encoder.layer_norm
         else:
-            self.layer_norm = LayerNorm(name=f"{self.name}/LayerNorm")
+            self.layer_norm = LayerNorm(
+                self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm"
+            )
 
     def _decoder_layer(self, index):
         config = self.config
@@ -264,6 +266,7 @@ class DecoderStack(keras.layers.Layer):
             name=f"{self.name}/layer_{index}",
             norm_type=config.norm_type,
             recompute_attention=config.checkpointing_policy == "attention",
+            layer_norm_epsilon=config.layer_norm_epsilon,
         )
 
     def build(self, input_shape):

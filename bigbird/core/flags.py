@@ -25,6 +25,7 @@ from bigbird.core.config import (
 )
 from bigbird.core.devices import PRECISIONS
 from bigbird.core.optimization import OPTIMIZERS
+from bigbird.core.pretrained_config import flag_values
 from bigbird.core.vocabulary import SpecialTokens, find_vocabulary, vocabulary_size
 
 FLAGS = flags.FLAGS
@@ -50,6 +51,7 @@ DEFINE_float("hidden_dropout_prob", 0.1, "Dropout of embeddings and layer output
 DEFINE_integer("hidden_size", 768, "Width of the model.")
 DEFINE_float("initializer_range", 0.02, "Standard deviation of the initial weights.")
 DEFINE_integer("intermediate_size", 3072, "Width of the feed-forward layers.")
+DEFINE_float("layer_norm_epsilon", 1e-12, "Added to the variance by LayerNorm.")
 DEFINE_integer("max_position_embeddings", 4096, "Rows of the position table.")
 DEFINE_integer("num_attention_heads", 12, "Attention heads of a layer.")
 DEFINE_integer("num_hidden_layers", 12, "Layers of the encoder.")
@@ -156,7 +158,20 @@ def define_task_flags(**defaults):
     """
     DEFINE_string("data_dir", defaults.pop("data_dir"), "tfds://, builtin://, a directory or file.")
     DEFINE_string("output_dir", "/tmp/bigb", "Directory of the run; one run each.")
-    DEFINE_string("init_checkpoint", None, "Checkpoint that gives the initial weights.")
+    DEFINE_string(
+        "init_checkpoint",
+        None,
+        "Initial weights: a 2021 checkpoint, a directory with config.json and model.safetensors, "
+        "the output directory of a run, or a SavedModel.",
+    )
+    DEFINE_bool(
+        "extend_positions", False, "Whether to fill a longer position table by repeating theirs."
+    )
+    DEFINE_list(
+        "ignore_mismatched",
+        [],
+        "Tensors of --init_checkpoint whose shapes may differ, by name or pattern; not loaded.",
+    )
     DEFINE_integer(
         "max_encoder_length", defaults.pop("max_encoder_length"), "Tokens of a document, at most."
     )
@@ -177,6 +192,21 @@ def define_task_flags(**defaults):
     )
     if defaults:
         raise TypeError(f"Not flags of every task: {', '.join(defaults)}.")
+
+
+def follow_checkpoint() -> None:
+    """Gives the flags that were left at their defaults what `--init_checkpoint` says about them.
+
+    A directory with a `config.json`, Hugging Face's or a run's of ours, says what the model is; a
+    2021 checkpoint says nothing.
+
+    Raises:
+      ValueError: for a description of something that our models do not compute.
+    """
+    if not FLAGS.init_checkpoint:
+        return
+    values = flag_values(FLAGS.init_checkpoint)
+    adopt(values, [name for name in values if name in FLAGS])
 
 
 def special_tokens() -> SpecialTokens:
@@ -227,7 +257,7 @@ def load(path):
         values = json.load(file)
     for name, value in values.items():
         if name in FLAGS:
-            FLAGS[name].value = value
+            setattr(FLAGS, name, value)
 
 
 def adopt(values, names):

@@ -43,7 +43,7 @@ def predict_to_file(
       path: local file, which appears under this name when it is whole.
       identity: what decides the predictions, as JSON values; such as the weights and settings.
       batch_size: examples of a batch.
-      verbose: 0 shows nothing, 1 a progress bar, 2 the bar's end alone.
+      verbose: 0 shows nothing, 1 a progress bar, 2 a line in a minute.
 
     Raises:
       ValueError: if `path` is not local, another process writes to it, or the predictions that were
@@ -65,6 +65,9 @@ def predict_to_file(
             _append(file, rows)
             done += len(rows)
             progress.update(done)
+            if verbose == 2:
+                told = (done, source.num_examples, partial)
+                logging.log_every_n_seconds(logging.INFO, "%d of %d examples are in %s.", 60, *told)
         _copy_without_header(file, path)
         os.remove(partial)
 

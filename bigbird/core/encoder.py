@@ -24,7 +24,7 @@ from bigbird.core.layers import (
     gelu,
     get_activation,
     join_heads,
-    LayerNorm,
+    layer_norm,
     pad_length,
 )
 from bigbird.core.recompute_grad import (
@@ -133,11 +133,11 @@ class EncoderLayer(keras.layers.Layer):
         )
         # The norms sit where 2021 checkpoints have them.
         if norm_type == "prenorm":
-            self.attention_norm = LayerNorm(name=f"{scope}/attention/self/LayerNorm")
-            self.output_norm = LayerNorm(name=f"{scope}/intermediate/LayerNorm")
+            self.attention_norm = self._norm("attention/self/LayerNorm")
+            self.output_norm = self._norm("intermediate/LayerNorm")
         else:
-            self.attention_norm = LayerNorm(name=f"{scope}/attention/output/LayerNorm")
-            self.output_norm = LayerNorm(name=f"{scope}/output/LayerNorm")
+            self.attention_norm = self._norm("attention/output/LayerNorm")
+            self.output_norm = self._norm("output/LayerNorm")
 
     def _dense(self, path, units, use_bias=True, activation=None):
         return keras.layers.Dense(
@@ -147,6 +147,9 @@ class EncoderLayer(keras.layers.Layer):
             kernel_initializer=create_initializer(self.initializer_range),
             name=f"{self.name}/{path}",
         )
+
+    def _norm(self, path):
+        return layer_norm(f"{self.name}/{path}")
 
     def build(self, input_shape):
         hidden_shape = [*input_shape[:-1], self.hidden_size]
@@ -290,7 +293,7 @@ class EncoderStack(keras.layers.Layer):
         self.encoder_layers = [
             self._encoder_layer(index) for index in range(self.config.num_hidden_layers)
         ]
-        self.layer_norm = LayerNorm(name=f"{self.name}/LayerNorm")
+        self.layer_norm = layer_norm(f"{self.name}/LayerNorm")
 
     def _encoder_layer(self, index):
         config = self.config

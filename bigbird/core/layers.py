@@ -65,16 +65,17 @@ def build_in_scope(layer, input_shape):
 
 
 class LayerNorm(keras.layers.LayerNormalization):
-    """The LayerNorm of the 2021 models (Ba et al., arXiv:1607.06450), of `[B, L, D]` or `[B, D]`."""
-
-    def __init__(self, epsilon: float = LAYER_NORM_EPSILON, **kwargs):
-        super().__init__(epsilon=epsilon, **kwargs)
+    """Keras's, for rows `[R, D]` too when it was built for `[B, L, D]`."""
 
     def call(self, inputs):
         if inputs.shape.rank == 2:
-            # Keras counts the axes when it builds the layer.
             return super().call(inputs[:, tf.newaxis])[:, 0]
         return super().call(inputs)
+
+
+def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON):
+    """Returns a LayerNorm (Ba et al., arXiv:1607.06450)."""
+    return LayerNorm(epsilon=epsilon, name=name)
 
 
 def join_heads(tensor):

@@ -79,9 +79,13 @@ class LayerNorm(keras.layers.LayerNormalization):
 
     def call(self, inputs):
         if inputs.shape.rank == 2:
-            # Keras counts the axes when it builds the layer.
             return super().call(inputs[:, tf.newaxis])[:, 0]
         return super().call(inputs)
+
+
+def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON):
+    """Returns a LayerNorm (Ba et al., arXiv:1607.06450)."""
+    return LayerNorm(epsilon=epsilon, name=name)
 
 
 def join_heads(tensor):

@@ -13,7 +13,8 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 import tf_keras as keras
@@ -31,6 +32,18 @@ def write_atomically(path: str, text: str) -> None:
     with tf.io.gfile.GFile(temporary, "w") as file:
         file.write(text)
     tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
+def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Returns "name: value there, value here" of every difference; names of nested ones by dots."""
+    differences = []
+    for name in sorted(there.keys() | here.keys()):
+        pair = there.get(name, "nothing"), here.get(name, "nothing")
+        if all(isinstance(value, Mapping) for value in pair):
+            differences += [f"{name}.{difference}" for difference in list_differences(*pair)]
+        elif pair[0] != pair[1]:
+            differences.append(f"{name}: {pair[0]} there, {pair[1]} here")
+    return differences
 
 
 @contextlib.contextmanager

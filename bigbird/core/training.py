@@ -33,6 +33,7 @@ from bigbird.core.callbacks import (
     Checkpoints,
     TrainingRecorder,
     atomic_directory,
+    list_differences,
     write_atomically,
 )
 from bigbird.core.devices import PRECISIONS
@@ -420,12 +421,7 @@ def _check_configuration(output_dir, identity):
         return
     with tf.io.gfile.GFile(path) as file:
         claimed = json.load(file)
-    absent = "nothing"
-    differences = [
-        f"{name}: {claimed.get(name, absent)} there, {identity.get(name, absent)} here"
-        for name in sorted(claimed.keys() | identity.keys())
-        if claimed.get(name, absent) != identity.get(name, absent)
-    ]
+    differences = list_differences(claimed, identity)
     if differences:
         raise ValueError(
             f"output_dir={output_dir} holds a run of another configuration "

@@ -132,6 +132,14 @@ def _csv_text(rows):
     return text.getvalue()
 
 
+def checkpoint_steps(directory: str) -> list[int]:
+    """Returns the steps that have a checkpoint in a directory of `Checkpoints`, ascending."""
+    if not tf.io.gfile.isdir(directory):
+        return []
+    names = (name.rstrip("/") for name in tf.io.gfile.listdir(directory))
+    return sorted(int(match[1]) for match in map(_CHECKPOINT_NAME.match, names) if match)
+
+
 class Checkpoints:
     """The newest few checkpoints of a model in a directory, each a directory of its own.
 
@@ -152,10 +160,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""
-        if not tf.io.gfile.isdir(self._directory):
-            return []
-        names = (name.rstrip("/") for name in tf.io.gfile.listdir(self._directory))
-        return sorted(int(match[1]) for match in map(_CHECKPOINT_NAME.match, names) if match)
+        return checkpoint_steps(self._directory)
 
     def save(self, step: int) -> None:
         """Writes the checkpoint of `step` and deletes all but the newest up to it.

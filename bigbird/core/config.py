@@ -35,6 +35,7 @@ class BigBirdConfig:
     type_vocab_size: int = 2
     use_bias: bool = True
     rescale_embedding: bool = False
+    layer_norm_epsilon: float = 1e-12
     scope: str = "bert"
     vocab_size: int = 50358
     pad_token_id: int = 0
@@ -88,6 +89,8 @@ class BigBirdConfig:
                 raise ValueError(f"{field}={getattr(self, field)}: expected at least 1.")
         if self.num_rand_blocks < 0:
             raise ValueError(f"num_rand_blocks={self.num_rand_blocks}: expected at least 0.")
+        if not self.layer_norm_epsilon > 0:
+            raise ValueError(f"layer_norm_epsilon={self.layer_norm_epsilon}: expected more than 0.")
         if self.memory_budget_gb is not None and self.memory_budget_gb <= 0:
             raise ValueError(f"memory_budget_gb={self.memory_budget_gb}: expected more than 0.")
 

@@ -19,6 +19,7 @@ from bigbird.core import block_layout
 from bigbird.core.attention import MultiHeadedAttentionLayer
 from bigbird.core.config import NORM_TYPES, BigBirdConfig
 from bigbird.core.layers import (
+    LAYER_NORM_EPSILON,
     build_in_scope,
     create_initializer,
     gelu,
@@ -67,6 +68,7 @@ class EncoderLayer(keras.layers.Layer):
         pattern_length: str = "model",
         max_position_embeddings: int = block_layout.BUILT_FOR_LENGTH,
         recompute_attention: bool = False,
+        layer_norm_epsilon: float = LAYER_NORM_EPSILON,
         **kwargs,
     ):
         """Creates the layer.
@@ -100,6 +102,7 @@ class EncoderLayer(keras.layers.Layer):
         self.pattern_length = pattern_length
         self.max_position_embeddings = max_position_embeddings
         self.recompute_attention = recompute_attention
+        self.layer_norm_epsilon = layer_norm_epsilon
 
         scope = self.name
         self.attention = MultiHeadedAttentionLayer(
@@ -132,11 +135,11 @@ class EncoderLayer(keras.layers.Layer):
         )
         # The norms sit where 2021 checkpoints have them.
         if norm_type == "prenorm":
-            self.attention_norm = layer_norm(f"{scope}/attention/self/LayerNorm")
-            self.output_norm = layer_norm(f"{scope}/intermediate/LayerNorm")
+            self.attention_norm = self._norm("attention/self/LayerNorm")
+            self.output_norm = self._norm("intermediate/LayerNorm")
         else:
-            self.attention_norm = layer_norm(f"{scope}/attention/output/LayerNorm")
-            self.output_norm = layer_norm(f"{scope}/output/LayerNorm")
+            self.attention_norm = self._norm("attention/output/LayerNorm")
+            self.output_norm = self._norm("output/LayerNorm")
 
     def _dense(self, path, units, use_bias=True, activation=None):
         return keras.layers.Dense(
@@ -146,6 +149,9 @@ class EncoderLayer(keras.layers.Layer):
             kernel_initializer=create_initializer(self.initializer_range),
             name=f"{self.name}/{path}",
         )
+
+    def _norm(self, path):
+        return layer_norm(f"{self.name}/{path}", self.layer_norm_epsilon)
 
     def build(self, input_shape):
         hidden_shape = [*input_shape[:-1], self.hidden_size]
@@ -231,6 +237,7 @@ class EncoderLayer(keras.layers.Layer):
             "pattern_length": self.pattern_length,
             "max_position_embeddings": self.max_position_embeddings,
             "recompute_attention": self.recompute_attention,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
         }
 
 
@@ -263,7 +270,7 @@ class EncoderStack(keras.layers.Layer):
         self.encoder_layers = [
             self._encoder_layer(index) for index in range(self.config.num_hidden_layers)
         ]
-        self.layer_norm = layer_norm(f"{self.name}/LayerNorm")
+        self.layer_norm = layer_norm(f"{self.name}/LayerNorm", self.config.layer_norm_epsilon)
 
     def _encoder_layer(self, index):
         config = self.config
@@ -301,6 +308,7 @@ class EncoderStack(keras.layers.Layer):
             pattern_length=config.pattern_length,
             max_position_embeddings=config.max_position_embeddings,
             recompute_attention=policy == "attention",
+            layer_norm_epsilon=config.layer_norm_epsilon,
         )
 
     def build(self, input_shape):

@@ -23,6 +23,7 @@ from bigbird.core.config import (
 )
 from bigbird.core.devices import PRECISIONS
 from bigbird.core.optimization import OPTIMIZERS
+from bigbird.core.pretrained_config import flag_values
 from bigbird.core.vocabulary import SpecialTokens, find_vocabulary, vocabulary_size
 
 FLAGS = flags.FLAGS
@@ -38,6 +39,7 @@ DEFINE_integer = _shared_between_tasks(flags.DEFINE_integer)
 DEFINE_float = _shared_between_tasks(flags.DEFINE_float)
 DEFINE_bool = DEFINE_boolean = _shared_between_tasks(flags.DEFINE_bool)
 DEFINE_enum = _shared_between_tasks(flags.DEFINE_enum)
+DEFINE_list = _shared_between_tasks(flags.DEFINE_list)
 
 # Model.
 DEFINE_float("attention_probs_dropout_prob", 0.1, "Dropout of the attention probabilities.")
@@ -135,7 +137,20 @@ def define_task_flags(**defaults):
     """
     DEFINE_string("data_dir", defaults.pop("data_dir"), "tfds://, builtin://, a directory or file.")
     DEFINE_string("output_dir", "/tmp/bigb", "Directory of the run; one run each.")
-    DEFINE_string("init_checkpoint", None, "Checkpoint that gives the initial weights.")
+    DEFINE_string(
+        "init_checkpoint",
+        None,
+        "Initial weights: a 2021 checkpoint, a directory with config.json and model.safetensors, "
+        "the output directory of a run, or a SavedModel.",
+    )
+    DEFINE_bool(
+        "extend_positions", False, "Whether to fill a longer position table by repeating theirs."
+    )
+    DEFINE_list(
+        "ignore_mismatched",
+        [],
+        "Tensors of --init_checkpoint whose shapes may differ, by name or pattern; not loaded.",
+    )
     DEFINE_integer(
         "max_encoder_length", defaults.pop("max_encoder_length"), "Tokens of a document, at most."
     )
@@ -156,6 +171,23 @@ def define_task_flags(**defaults):
     )
     if defaults:
         raise TypeError(f"Not flags of every task: {', '.join(defaults)}.")
+
+
+def follow_checkpoint() -> None:
+    """Gives the flags that were left at their defaults what `--init_checkpoint` says about them.
+
+    A directory with a `config.json`, Hugging Face's or a run's of ours, says what the model is; a
+    2021 checkpoint says nothing.
+
+    Raises:
+      ValueError: for a description of something that our models do not compute.
+    """
+    if not FLAGS.init_checkpoint:
+        return
+    for name, value in flag_values(FLAGS.init_checkpoint).items():
+        if name in FLAGS and FLAGS[name].using_default_value:
+            logging.info("--%s=%s, as %s says.", name, value, FLAGS.init_checkpoint)
+            FLAGS[name].value = value
 
 
 def special_tokens() -> SpecialTokens:
@@ -205,7 +237,7 @@ def load(path):
         values = json.load(file)
     for name, value in values.items():
         if name in FLAGS:
-            FLAGS[name].value = value
+            setattr(FLAGS, name, value)
 
 
 def run(main):

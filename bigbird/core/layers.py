@@ -28,8 +28,15 @@ def gelu(x):
     return tf.nn.gelu(x, approximate=True)
 
 
+@keras.saving.register_keras_serializable("bigbird")
+def gelu_exact(x):
+    """The Gaussian error linear unit itself, 0.5 x (1 + erf(x / sqrt(2)))."""
+    return tf.nn.gelu(x, approximate=False)
+
+
 _ACTIVATIONS = {
     "gelu": gelu,
+    "gelu_exact": gelu_exact,
     "relu": tf.nn.relu,
     "tanh": tf.nn.tanh,
     "swish": tf.nn.silu,
@@ -64,9 +71,9 @@ def build_in_scope(layer, input_shape):
             layer.build(input_shape)
 
 
-def layer_norm(name: str):
-    """Returns the LayerNorm of the 2021 models (Ba et al., arXiv:1607.06450)."""
-    return keras.layers.LayerNormalization(epsilon=LAYER_NORM_EPSILON, name=name)
+def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON):
+    """Returns a LayerNorm (Ba et al., arXiv:1607.06450)."""
+    return keras.layers.LayerNormalization(epsilon=epsilon, name=name)
 
 
 def pad_length(tensor, multiple: int):
@@ -160,4 +167,54 @@ class TransformerEmbedding(keras.layers.Layer):
             "dropout_rate": self.dropout_rate,
             "initializer_range": self.initializer_range,
             "rescale": self.rescale,
+        }
+
+
+class FirstTokenTransform(keras.layers.Layer):
+    """A layer between an encoder and a classifier, in the pooler's place.
+
+    y = act(W drop(x_0) + b), where x_0 is the first token's vector
+
+    It is the first half of the classification head of Hugging Face's BigBird.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        activation=gelu,
+        dropout_rate: float = 0.0,
+        initializer_range: float = 0.02,
+        name: str = "classifier/transform",
+        **kwargs,
+    ):
+        """Creates the layer and its variables, whose shapes are known."""
+        super().__init__(name=name, **kwargs)
+        self.hidden_size = hidden_size
+        self.activation = activation
+        self.dropout_rate = dropout_rate
+        self.initializer_range = initializer_range
+        self.dropout = RecomputingDropout(dropout_rate, name=f"{name}/dropout")
+        self.dense = keras.layers.Dense(
+            hidden_size,
+            activation=get_activation(activation),
+            kernel_initializer=create_initializer(initializer_range),
+            name=name,
+        )
+        build_in_scope(self, [None, None, hidden_size])
+
+    def build(self, input_shape):
+        build_in_scope(self.dense, [None, self.hidden_size])
+        self.built = True
+
+    def call(self, sequence_output, training=None):
+        """`[B, L, D]` -> `[B, D]`."""
+        return self.dense(self.dropout(sequence_output[:, 0], training=training))
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "activation": self.activation,
+            "dropout_rate": self.dropout_rate,
+            "initializer_range": self.initializer_range,
         }

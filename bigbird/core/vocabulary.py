@@ -76,6 +76,19 @@ def vocabulary_size(path: str) -> int:
     return _parse(_read(path), path).get_piece_size()
 
 
+def piece_id(path: str, piece: str) -> int:
+    """Returns the id of a piece of a SentencePiece model file, such as `[CLS]`.
+
+    Raises:
+      ValueError: where the file is no SentencePiece model or has no such piece.
+    """
+    processor = _parse(_read(path), path)
+    number = processor.piece_to_id(piece)
+    if processor.id_to_piece(number) != piece:
+        raise ValueError(f"{path} has no piece {piece}: give another --vocab_model_file.")
+    return number
+
+
 class Tokenizer:
     """A SentencePiece vocabulary as TensorFlow operations; they can be part of a SavedModel.
 

@@ -39,6 +39,7 @@ class TeacherCacheWriter:
     Attributes:
       format: the `RecordFormat`.
       shards: the finished shards, `ShardIndex` by number, those of other workers included.
+      shard_sequences, num_shards, shard_index: as given.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class TeacherCacheWriter:
             "expected_sequences": expected_sequences,
             "identity": dict(identity or {}),
         }
-        self._num_shards, self._shard_index = num_shards, shard_index
+        self.shard_sequences = shard_sequences
+        self.num_shards, self.shard_index = num_shards, shard_index
         self._shard = None
         self._resources = contextlib.ExitStack()
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -159,7 +161,7 @@ class TeacherCacheWriter:
         if self._shard is None:
             self._shard = self._begin(self._next_number())
         self._add(self._shard, TeacherRecord(key, input_ids, targets, mask, **optional))
-        if len(self._shard) == self._manifest["shard_sequences"]:
+        if len(self._shard) == self.shard_sequences:
             self._finish()
         return True
 
@@ -187,7 +189,7 @@ class TeacherCacheWriter:
         try:
             if self._shard is not None:
                 self._finish()
-            if self._num_shards == 1:
+            if self.num_shards == 1:
                 finalize_cache(self.directory)
         finally:
             self._give_up()
@@ -201,9 +203,9 @@ class TeacherCacheWriter:
         return ShardWriter(self.directory, number)
 
     def _next_number(self):
-        number = self._shard_index
+        number = self.shard_index
         while number in self.shards:
-            number += self._num_shards
+            number += self.num_shards
         return number
 
     def _add(self, shard, record):

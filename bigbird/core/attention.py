@@ -222,9 +222,8 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
           `[B, Q, H, E]`.
         """
         mask = _boolean_mask(masks)
-        query = self._split_heads(self.query(from_tensor))
-        key = self._split_heads(self.key(to_tensor))
-        value = self._split_heads(self.value(to_tensor))
+        query = self.queries(from_tensor, _length(from_tensor))
+        key, value = self.keys_and_values(to_tensor, _length(to_tensor))
         layout = self.layout(query.shape[2])
         if layout is None:
             if mask is not None and mask.shape.rank == 2:
@@ -245,9 +244,17 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
             context = compute(query, key, value, mask, layout)
         return tf.transpose(context, [0, 2, 1, 3])
 
-    def _split_heads(self, tensor):
-        """`[B, L, D]` -> `[B, H, L, E]`."""
-        length = tensor.shape[1] if tensor.shape[1] is not None else tf.shape(tensor)[1]
+    def queries(self, tensor, length):
+        """Projects `[B, L, D]`, or `[B·L, D]`, to queries `[B, H, L, E]`."""
+        return self._split_heads(self.query(tensor), length)
+
+    def keys_and_values(self, tensor, length):
+        """Projects `[B, L, D]`, or `[B·L, D]`, to keys and values `[B, H, L, E]`."""
+        return tuple(
+            self._split_heads(project(tensor), length) for project in (self.key, self.value)
+        )
+
+    def _split_heads(self, tensor, length):
         shape = [-1, length, self.num_attention_heads, self.size_per_head]
         return tf.transpose(tf.reshape(tensor, shape), [0, 2, 1, 3])
 
@@ -272,6 +279,11 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
             "pattern_length": self.pattern_length,
             "max_position_embeddings": self.max_position_embeddings,
         }
+
+
+def _length(tensor):
+    """Axis 1 of a tensor, as a number where it is known."""
+    return tensor.shape[1] if tensor.shape[1] is not None else tf.shape(tensor)[1]
 
 
 def _boolean_mask(masks):

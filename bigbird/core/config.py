@@ -17,7 +17,9 @@ class BigBirdConfig:
     """Sizes, attention pattern and memory policy of an encoder or encoder-decoder.
 
     Field names are the flags' names. Every layer takes `params`, either such a config or a
-    dict with the same keys (`BigBirdConfig.from_params`).
+    dict with the same keys (`BigBirdConfig.from_params`). `bos_token_id` is what a decoder starts
+    from; where `num_decoder_layers` is None, the decoder is as deep as the encoder; a vocabulary
+    without an end-of-text token has `eos_token_id=None`.
 
     Raises:
       ValueError: for a value outside its range, naming the field, the value and the remedy.
@@ -39,6 +41,8 @@ class BigBirdConfig:
     scope: str = "bert"
     vocab_size: int = 50358
     pad_token_id: int = 0
+    eos_token_id: int | None = 1
+    bos_token_id: int = 2
 
     attention_type: str = "block_sparse"
     norm_type: str = "postnorm"
@@ -46,6 +50,12 @@ class BigBirdConfig:
     num_rand_blocks: int = 3
     max_encoder_length: int = 1024
     pattern_length: str = "model"
+
+    max_decoder_length: int = 128
+    num_decoder_layers: int | None = None
+    couple_encoder_decoder: bool = False
+    beam_size: int = 5
+    alpha: float = 0.8
 
     use_gradient_checkpointing: bool = False
     gradient_checkpointing_policy: str | None = None
@@ -71,6 +81,12 @@ class BigBirdConfig:
                 f"(max_position_embeddings={self.max_position_embeddings}): shorten "
                 "--max_encoder_length or enlarge --max_position_embeddings."
             )
+        if self.couple_encoder_decoder and self.decoder_depth != self.num_hidden_layers:
+            raise ValueError(
+                f"couple_encoder_decoder shares the weights of {self.num_hidden_layers} encoder "
+                f"layers with {self.decoder_depth} decoder layers: leave --num_decoder_layers "
+                "unset, or do not couple."
+            )
 
     def _check_positive(self):
         for field in (
@@ -83,6 +99,9 @@ class BigBirdConfig:
             "vocab_size",
             "block_size",
             "max_encoder_length",
+            "max_decoder_length",
+            "decoder_depth",
+            "beam_size",
             "gradient_checkpointing_every_n",
         ):
             if getattr(self, field) < 1:
@@ -109,6 +128,13 @@ class BigBirdConfig:
     def head_size(self) -> int:
         """Width E of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def decoder_depth(self) -> int:
+        """Number of decoder layers."""
+        if self.num_decoder_layers is not None:
+            return self.num_decoder_layers
+        return self.num_hidden_layers
 
     @property
     def checkpointing_policy(self) -> str:

@@ -24,7 +24,8 @@ from bigbird.core.layers import (
     create_initializer,
     gelu,
     get_activation,
-    layer_norm,
+    join_heads,
+    LayerNorm,
     pad_length,
 )
 from bigbird.core.recompute_grad import (
@@ -151,7 +152,7 @@ class EncoderLayer(keras.layers.Layer):
         )
 
     def _norm(self, path):
-        return layer_norm(f"{self.name}/{path}", self.layer_norm_epsilon)
+        return LayerNorm(self.layer_norm_epsilon, name=f"{self.name}/{path}")
 
     def build(self, input_shape):
         hidden_shape = [*input_shape[:-1], self.hidden_size]
@@ -194,28 +195,33 @@ class EncoderLayer(keras.layers.Layer):
                 input_blocked_mask,
                 input_blocked_mask,
             ]
-        attend = self._attention_block
-        if self.recompute_attention:
-            attend = recompute_grad(attend)
+        attend = self._perhaps_recomputed(self._attention_block)
         hidden = attend(layer_input, masks, training)
         return self._feed_forward_block(hidden, training)
 
+    def _perhaps_recomputed(self, attention_block):
+        return recompute_grad(attention_block) if self.recompute_attention else attention_block
+
     def _attention_block(self, hidden, masks, training):
-        prenorm = self.norm_type == "prenorm"
-        attended = self.attention_norm(hidden) if prenorm else hidden
-        attended = self.attention(attended, attended, masks, training=training)
-        length = attended.shape[1] if attended.shape[1] is not None else tf.shape(attended)[1]
-        attended = tf.reshape(attended, [-1, length, self.hidden_size])
-        attended = self.attention_dropout(self.attention_output(attended), training=training)
-        hidden = hidden + attended
-        return hidden if prenorm else self.attention_norm(hidden)
+        inner = self._before(self.attention_norm, hidden)
+        inner = join_heads(self.attention(inner, inner, masks, training=training))
+        inner = self.attention_dropout(self.attention_output(inner), training=training)
+        return self._after(self.attention_norm, hidden, inner)
 
     def _feed_forward_block(self, hidden, training):
-        prenorm = self.norm_type == "prenorm"
-        inner = self.output_norm(hidden) if prenorm else hidden
+        inner = self._before(self.output_norm, hidden)
         inner = self.output_dense(self.intermediate(inner))
-        hidden = hidden + self.output_dropout(inner, training=training)
-        return hidden if prenorm else self.output_norm(hidden)
+        inner = self.output_dropout(inner, training=training)
+        return self._after(self.output_norm, hidden, inner)
+
+    def _before(self, norm, hidden):
+        """What a block of the layer computes on."""
+        return norm(hidden) if self.norm_type == "prenorm" else hidden
+
+    def _after(self, norm, hidden, inner):
+        """The residual around a block."""
+        hidden = hidden + inner
+        return hidden if self.norm_type == "prenorm" else norm(hidden)
 
     def get_config(self):
         return {
@@ -257,6 +263,27 @@ class PostnormEncoderLayer(EncoderLayer):
         super().__init__(attention_type, *args, **kwargs)
 
 
+def recomputed_as_configured(layer_class, config, index):
+    """Returns `layer_class`, recomputed whole if the config's policy says so of layer `index`.
+
+    Raises:
+      ValueError: for a policy that is still to be resolved.
+    """
+    recomputed = {
+        "none": False,
+        "attention": False,
+        "full": True,
+        "every_n": index % config.gradient_checkpointing_every_n == 0,
+    }
+    policy = config.checkpointing_policy
+    if policy not in recomputed:
+        raise ValueError(
+            f"gradient_checkpointing_policy={policy!r} must be resolved before the model is "
+            "built: expected none, full, every_n or attention."
+        )
+    return add_gradient_recomputation(layer_class) if recomputed[policy] else layer_class
+
+
 class EncoderStack(keras.layers.Layer):
     """The layers of an encoder, its extra LayerNorm, and the padding to whole blocks.
 
@@ -270,25 +297,13 @@ class EncoderStack(keras.layers.Layer):
         self.encoder_layers = [
             self._encoder_layer(index) for index in range(self.config.num_hidden_layers)
         ]
-        self.layer_norm = layer_norm(f"{self.name}/LayerNorm", self.config.layer_norm_epsilon)
+        self.layer_norm = LayerNorm(
+            self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm"
+        )
 
     def _encoder_layer(self, index):
         config = self.config
-        recomputed = {
-            "none": False,
-            "attention": False,
-            "full": True,
-            "every_n": index % config.gradient_checkpointing_every_n == 0,
-        }
-        policy = config.checkpointing_policy
-        if policy not in recomputed:
-            raise ValueError(
-                f"gradient_checkpointing_policy={policy!r} must be resolved before the model is "
-                "built: expected none, full, every_n or attention."
-            )
-        layer_class = EncoderLayer
-        if recomputed[policy]:
-            layer_class = add_gradient_recomputation(EncoderLayer)
+        layer_class = recomputed_as_configured(EncoderLayer, config, index)
         return layer_class(
             config.attention_type,
             config.hidden_size,
@@ -307,7 +322,7 @@ class EncoderStack(keras.layers.Layer):
             norm_type=config.norm_type,
             pattern_length=config.pattern_length,
             max_position_embeddings=config.max_position_embeddings,
-            recompute_attention=policy == "attention",
+            recompute_attention=config.checkpointing_policy == "attention",
             layer_norm_epsilon=config.layer_norm_epsilon,
         )
 

@@ -221,7 +221,8 @@ def as_dictionary() -> dict:
     }
     if values["vocab_size"] is None:
         values["vocab_size"] = vocabulary_size(find_vocabulary(values["vocab_model_file"]))
-    values["pad_token_id"] = values["pad_id"]
+    for token in ("pad", "eos", "bos"):
+        values[f"{token}_token_id"] = values[f"{token}_id"]
     return values
 
 

@@ -1,6 +1,6 @@
 """Small layers and functions that encoder and decoder share: embeddings, activations, scopes.
 
-Axis letters: B batch, L length, D model, V vocabulary.
+Axis letters: B batch, L length, D model, H heads, E per head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -71,9 +71,23 @@ def build_in_scope(layer, input_shape):
             layer.build(input_shape)
 
 
-def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON):
-    """Returns a LayerNorm (Ba et al., arXiv:1607.06450)."""
-    return keras.layers.LayerNormalization(epsilon=epsilon, name=name)
+class LayerNorm(keras.layers.LayerNormalization):
+    """LayerNorm (Ba et al., arXiv:1607.06450) of `[B, L, D]` or `[B, D]`; 2021's epsilon."""
+
+    def __init__(self, epsilon: float = LAYER_NORM_EPSILON, **kwargs):
+        super().__init__(epsilon=epsilon, **kwargs)
+
+    def call(self, inputs):
+        if inputs.shape.rank == 2:
+            # Keras counts the axes when it builds the layer.
+            return super().call(inputs[:, tf.newaxis])[:, 0]
+        return super().call(inputs)
+
+
+def join_heads(tensor):
+    """`[B, L, H, E]` -> `[B, L, D]`."""
+    length = tensor.shape[1] if tensor.shape[1] is not None else tf.shape(tensor)[1]
+    return tf.reshape(tensor, [-1, length, tensor.shape[2] * tensor.shape[3]])
 
 
 def pad_length(tensor, multiple: int):
@@ -127,8 +141,11 @@ class TransformerEmbedding(keras.layers.Layer):
         self.position_embeddings = table("position_embeddings", self.max_position_embeddings)
         self.built = True
 
-    def call(self, input_ids, token_type_ids=None, training=None):
+    def call(self, input_ids, token_type_ids=None, training=None, first_position=0):
         """Embeds ids `[B, L]` as `[B, L, D]`.
+
+        Args:
+          first_position: int or int32 scalar, the position of the first id.
 
         Raises:
           ValueError: for a static length beyond the position table.
@@ -147,7 +164,9 @@ class TransformerEmbedding(keras.layers.Layer):
             hidden *= tf.cast(self.hidden_size, hidden.dtype) ** 0.5
         if self.type_vocab_size is not None:
             hidden += self._token_types(token_type_ids)
-        hidden += self.position_embeddings[:length]
+        hidden += tf.slice(
+            self.position_embeddings, [first_position, 0], [length, self.hidden_size]
+        )
         return self.dropout(hidden, training=training)
 
     def _token_types(self, token_type_ids):

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
+from bigbird.core.callbacks import write_atomically
 from bigbird.core.safetensors_files import CheckpointError
 
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -105,4 +106,4 @@ def write_tf1_checkpoint(prefix: str, tensors: Mapping[str, tf.Tensor]) -> None:
         shape_and_slices=[""] * len(tensors),
         tensors=list(tensors.values()),
     )
-    tf.compat.v1.train.update_checkpoint_state(directory or ".", name)
+    write_atomically(os.path.join(directory, "checkpoint"), f'model_checkpoint_path: "{name}"\n')

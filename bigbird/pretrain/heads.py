@@ -12,10 +12,10 @@ import tf_keras as keras
 
 from bigbird.core.layers import (
     LAYER_NORM_EPSILON,
+    LayerNorm,
     build_in_scope,
     create_initializer,
     get_activation,
-    layer_norm,
 )
 
 # Keeps the mean over no masked word at 0.
@@ -59,7 +59,7 @@ class MaskedLMLayer(keras.layers.Layer):
             kernel_initializer=initializer or create_initializer(),
             name=f"{name}/transform/dense",
         )
-        self.transform_norm = layer_norm(f"{name}/transform/LayerNorm", layer_norm_epsilon)
+        self.transform_norm = LayerNorm(layer_norm_epsilon, name=f"{name}/transform/LayerNorm")
         build_in_scope(self, [None, None, hidden_size])
 
     def build(self, input_shape):

@@ -373,9 +373,7 @@ def _steer(logits, ids, position, options, special):
     written = tf.range(options.max_length) < position
     if options.repetition_penalty != 1:
         lowered = tf.gather(logits, ids, batch_dims=1)
-        lowered *= tf.where(
-            lowered > 0, 1 / options.repetition_penalty, options.repetition_penalty
-        )
+        lowered *= tf.where(lowered > 0, 1 / options.repetition_penalty, options.repetition_penalty)
         logits = _cap(logits, ids, tf.where(written, lowered, -_NEVER))
     allowed = logits
     if 0 < options.no_repeat_ngram_size <= options.max_length:

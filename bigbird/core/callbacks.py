@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import math
 import os
 import re
@@ -34,16 +35,24 @@ def write_atomically(path: str, text: str) -> None:
     tf.io.gfile.rename(temporary, path, overwrite=True)
 
 
-def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Returns "name: value there, value here" of every difference; names of nested ones by dots."""
-    differences = []
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Says in which entries two configurations differ, nested ones by dots; "" where they are equal.
+
+    Args:
+      there: as read from JSON.
+      here: values that can be written as JSON.
+    """
+    # As it reads back from JSON, where a tuple is a list.
+    return "; ".join(_list_differences(there, json.loads(json.dumps(here))))
+
+
+def _list_differences(there, here, prefix=""):
     for name in sorted(there.keys() | here.keys()):
-        pair = there.get(name, "nothing"), here.get(name, "nothing")
-        if all(isinstance(value, Mapping) for value in pair):
-            differences += [f"{name}.{difference}" for difference in list_differences(*pair)]
-        elif pair[0] != pair[1]:
-            differences.append(f"{name}: {pair[0]} there, {pair[1]} here")
-    return differences
+        theirs, ours = there.get(name, "nothing"), here.get(name, "nothing")
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            yield from _list_differences(theirs, ours, f"{prefix}{name}.")
+        elif theirs != ours:
+            yield f"{prefix}{name}: {theirs} there, {ours} here"
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 Axis letters: B batch, L length.
 
 The way of a document: `open_source` reads and checks it once -> `endless_examples` gives it in an
-order that depends on (seed, epoch) only -> `encode_documents` tokenises, cuts and pads it.
+order that depends on (seed, epoch) only -> `encode_documents` tokenises, cuts and pads it. Pairs of
+document and summary go on in `pairs.py`.
 """
 
 from __future__ import annotations
@@ -198,17 +199,33 @@ def encode_documents(
             "--max_encoder_length."
         )
     special.check(tokenizer.vocab_size, "pad", "cls", "sep")
-    if substitute_newline is not None:
-        # A backslash in the replacement would refer to a group of the pattern.
-        text = tf.strings.regex_replace(text, r"\r?\n", substitute_newline.replace("\\", r"\\"))
+    text = replace_newlines(text, substitute_newline)
     pieces = tokenizer.tokenize(text)[:, : max_length - 2]
     ends = tf.ones([pieces.nrows(), 1], tf.int32)
-    ragged_ids = tf.concat([special.cls * ends, pieces, special.sep * ends], axis=1)
-    ids = ragged_ids.to_tensor(special.pad, shape=[None, max_length])
+    ids = tf.concat([special.cls * ends, pieces, special.sep * ends], axis=1)
+    return pad_ids(ids, special.pad, max_length, pad_to_longest, block_size)
+
+
+def replace_newlines(text: tf.Tensor, substitute: str | None) -> tf.Tensor:
+    """Puts `substitute` in the place of every line break; None leaves them."""
+    if substitute is None:
+        return text
+    # A backslash in the replacement would refer to a group of the pattern.
+    return tf.strings.regex_replace(text, r"\r?\n", substitute.replace("\\", r"\\"))
+
+
+def pad_ids(
+    ids: tf.RaggedTensor, pad: int, max_length: int, pad_to_longest: bool, block_size: int
+) -> tf.Tensor:
+    """Pads ids `[B, (length)]`, none longer than `max_length`; see `encode_documents`.
+
+    A batch of empty documents alone still has one block.
+    """
+    padded = ids.to_tensor(pad, shape=[None, max_length])
     if not pad_to_longest:
-        return ids
-    longest = ragged_ids.bounding_shape(axis=1)
-    return ids[:, : -(-longest // block_size) * block_size]
+        return padded
+    longest = tf.maximum(ids.bounding_shape(axis=1), 1)
+    return padded[:, : -(-longest // block_size) * block_size]
 
 
 def classification_dataset(
@@ -247,14 +264,6 @@ def classification_dataset(
     Raises:
       ValueError: for a batch size or start below their range, and as `encode_documents`.
     """
-    if batch_size < 1 or start_step < 0:
-        raise ValueError(
-            "Expected batch_size >= 1 and start_step >= 0; received "
-            f"batch_size={batch_size}, start_step={start_step}."
-        )
-    examples = source.dataset
-    if training:
-        examples = endless_examples(source, seed, start_step * batch_size)
 
     def encode(batch):
         ids = encode_documents(
@@ -268,5 +277,26 @@ def classification_dataset(
         )
         return ids, tf.cast(batch[LABEL], tf.int32)
 
-    batches = examples.batch(batch_size)
+    batches = example_batches(
+        source, batch_size, training=training, seed=seed, start_step=start_step
+    )
     return batches.map(encode, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+
+
+def example_batches(
+    source: ExampleSource, batch_size: int, *, training: bool, seed: int, start_step: int
+) -> tf.data.Dataset:
+    """Returns batches of examples as they are read; see `classification_dataset`.
+
+    Raises:
+      ValueError: for a batch size or start below their range.
+    """
+    if batch_size < 1 or start_step < 0:
+        raise ValueError(
+            "Expected batch_size >= 1 and start_step >= 0; received "
+            f"batch_size={batch_size}, start_step={start_step}."
+        )
+    examples = source.dataset
+    if training:
+        examples = endless_examples(source, seed, start_step * batch_size)
+    return examples.batch(batch_size)

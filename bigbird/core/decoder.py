@@ -28,7 +28,7 @@ from tf_keras.src.utils import control_flow_util
 from bigbird.core.attention import MultiHeadedAttentionLayer, dense_attention
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.encoder import EncoderLayer, recomputed_as_configured
-from bigbird.core.layers import build_in_scope, gelu, get_activation, join_heads, LayerNorm
+from bigbird.core.layers import LayerNorm, build_in_scope, gelu, get_activation, join_heads
 from bigbird.core.recompute_grad import RecomputingDropout, add_gradient_recomputation
 
 __all__ = [

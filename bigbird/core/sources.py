@@ -14,7 +14,7 @@ from typing import Protocol
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from bigbird.core import builtin_documents
+from bigbird.core import builtin_documents, builtin_summaries
 from bigbird.core.record_files import (
     LABEL,
     DataError,
@@ -35,6 +35,10 @@ _SPLIT_WORDS = {
     "dev": "validation",
     "test": "test",
 }
+
+
+# What follows builtin:// -> the module that makes that data set.
+_BUILTIN = {"documents": builtin_documents, "summaries": builtin_summaries}
 
 
 class RecordSource(Protocol):
@@ -61,9 +65,9 @@ def open_records(
     """Opens the source at an address.
 
     Args:
-      data_dir: `tfds://name/config`, `builtin://documents` (`?limit=64` for the first 64 of the
-        split), a directory of TFRecord, JSONL or CSV files, or one such file (or `.txt`, one
-        document a line), which then serves every split.
+      data_dir: `tfds://name/config`, `builtin://documents` or `builtin://summaries` (`?limit=64`
+        for the first 64 of the split), a directory of TFRecord, JSONL or CSV files, or one such
+        file (or `.txt`, one document a line), which then serves every split.
       split: `train`, `validation` or `test`; None takes every file.
       fields: names of the fields to read.
       tfds_data_dir: where TFDS keeps prepared data sets; its own default where None.
@@ -160,16 +164,16 @@ def _files_that_define_labels(data_dir: str, files: Sequence[str]) -> Sequence[s
 def _open_builtin(data_dir: str, split: str | None, fields: Sequence[str]) -> TextFiles:
     address = urllib.parse.urlsplit(data_dir)
     match = re.fullmatch(r"(?:limit=([1-9]\d*))?", address.query)
-    if address.netloc != "documents" or address.path not in ("", "/") or not match:
+    if address.netloc not in _BUILTIN or address.path not in ("", "/") or not match:
         raise DataError(
-            f"--data_dir={data_dir}: expected builtin://documents or, for the first 64 of the "
-            "split, builtin://documents?limit=64."
+            f"--data_dir={data_dir}: expected builtin://documents, builtin://summaries or, for the "
+            "first 64 of the split, builtin://documents?limit=64."
         )
     if split not in builtin_documents.SPLITS:
         raise DataError(
             f"{data_dir} has the splits {', '.join(builtin_documents.SPLITS)}; received {split}."
         )
-    folder = builtin_documents.prepare()
+    folder = _BUILTIN[address.netloc].prepare()
     limit = int(match[1]) if match[1] else None
     return TextFiles(
         [str(folder / f"{split}.jsonl")],

@@ -33,7 +33,7 @@ from bigbird.core.callbacks import (
     Checkpoints,
     TrainingRecorder,
     atomic_directory,
-    list_differences,
+    differences,
     write_atomically,
 )
 from bigbird.core.devices import PRECISIONS
@@ -421,11 +421,11 @@ def _check_configuration(output_dir, identity):
         return
     with tf.io.gfile.GFile(path) as file:
         claimed = json.load(file)
-    differences = list_differences(claimed, identity)
-    if differences:
+    found = differences(claimed, identity)
+    if found:
         raise ValueError(
             f"output_dir={output_dir} holds a run of another configuration "
-            f"({'; '.join(differences)}). Choose another --output_dir, or the settings of that run."
+            f"({found}). Choose another --output_dir, or the settings of that run."
         )
 
 

@@ -103,7 +103,10 @@ class Tokenizer:
           ValueError: where the file is no SentencePiece model.
         """
         self._model = _read(path)
-        self.vocab_size = _parse(self._model, path).get_piece_size()
+        processor = _parse(self._model, path)
+        self.vocab_size = processor.get_piece_size()
+        self._path = path
+        self._eos_id = processor.eos_id()
 
     def tokenize(self, text) -> tf.RaggedTensor:
         """Strings `[B]` -> ids, int32 `[B, (length)]`. Any bytes are accepted."""
@@ -112,6 +115,27 @@ class Tokenizer:
     def detokenize(self, ids) -> tf.Tensor:
         """Ids `[B, (length)]` -> strings `[B]`; special ids give no text."""
         return self._operations().detokenize(ids)
+
+    def check_end_of_sequence(self, special: SpecialTokens) -> None:
+        """Checks that the vocabulary declares the EOS id that decoding ends at.
+
+        A piece of ordinary text in its place would end a text wherever it occurs.
+
+        Raises:
+          ValueError: where it declares another id or none.
+        """
+        if self._eos_id == special.eos:
+            return
+        if self._eos_id < 0:
+            raise ValueError(
+                f"{self._path} declares no end-of-sequence piece, which summaries need to end: "
+                f"train the SentencePiece model with --eos_id={special.eos}, or give another "
+                "--vocab_model_file."
+            )
+        raise ValueError(
+            f"{self._path} declares {self._eos_id} as its end-of-sequence id, and --eos_id is "
+            f"{special.eos}: set --eos_id={self._eos_id}."
+        )
 
     def _operations(self) -> tensorflow_text.SentencepieceTokenizer:
         # Made anew in every graph, which then owns the parsed model. One that is made eagerly

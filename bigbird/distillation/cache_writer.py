@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bigbird.core.callbacks import list_differences
+from bigbird.core.callbacks import differences
 from bigbird.distillation.cache_files import (
     CacheError,
     ShardWriter,
@@ -117,10 +117,10 @@ class TeacherCacheWriter:
         there = read_manifest(self.directory) or {}
         self._is_complete = there.get("complete", False)
         claimed = {name: value for name, value in there.items() if name not in _OUTCOME}
-        differences = list_differences(claimed, self._manifest) if there else []
-        if differences:
+        found = differences(claimed, self._manifest) if there else ""
+        if found:
             raise CacheError(
-                f"{self.directory} holds another cache ({'; '.join(differences)}). Choose another "
+                f"{self.directory} holds another cache ({found}). Choose another "
                 "directory, or the settings of that cache."
             )
         if not there:

@@ -36,7 +36,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Says in which entries two configurations differ, nested ones by dots; "" where they are equal.
+    """Says in which entries, nested ones too, two configurations differ; "" where they are equal.
 
     Args:
       there: as read from JSON.

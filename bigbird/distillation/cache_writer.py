@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from bigbird.core.callbacks import differences
 from bigbird.distillation.cache_files import (
     CacheError,
     ShardWriter,
+    index_path,
     read_index,
     read_manifest,
     shard_numbers,
@@ -223,6 +224,26 @@ class TeacherCacheWriter:
             self._shard.abort()
             self._shard = None
         self._resources.close()
+
+
+def forget_shards(directory: str | os.PathLike, numbers: Iterable[int]) -> None:
+    """Marks shards as not finished, so that the next capture writes them again.
+
+    Raises:
+      CacheError: where another process writes there, or there is no cache.
+    """
+    with writer_lock(directory):
+        manifest = read_manifest(directory)
+        if manifest is None:
+            raise CacheError(f"{directory} holds no cache.")
+        expected = manifest["expected_sequences"]
+        for number in numbers:
+            index_path(directory, number).unlink(missing_ok=True)
+            if expected is not None and number * manifest["shard_sequences"] >= expected:
+                # It belongs to no sequence of this cache.
+                shard_path(directory, number).unlink(missing_ok=True)
+        kept = {name: value for name, value in manifest.items() if name not in _OUTCOME}
+        write_manifest(directory, {**kept, "complete": False})
 
 
 def finalize_cache(directory: str | os.PathLike) -> dict[str, Any]:

@@ -4,14 +4,14 @@ Axis letters: L tokens of a sequence, K entries that are kept, E entries as they
 
 One sequence is a row of a Parquet file, or an index of the first axis of the arrays of an `.npz`:
 
-| name        | shape    |                                                                          |
-| ----------- | -------- | ------------------------------------------------------------------------ |
-| `input_ids` | `[L]`    | what the teacher read                                                    |
-| `ids`       | `[L, E]` | ids in any order, E of K or more; negative where absent                  |
-| `logprobs`  | `[L, E]` | their log-probabilities, or `logits`: raw; -inf or NaN where absent      |
-| `log_z`     | `[L]`    | log-normaliser of `logits` at temperature 1; optional                    |
-| `mask`      | `[L]`    | tokens that take part; optional                                          |
-| `length`    | scalar   | tokens of the sequence, where arrays are padded; optional                |
+| name        | shape    |                                                                     |
+| ----------- | -------- | ------------------------------------------------------------------- |
+| `input_ids` | `[L]`    | what the teacher read                                               |
+| `ids`       | `[L, E]` | ids in any order, E of K or more; negative where absent             |
+| `logprobs`  | `[L, E]` | their log-probabilities, or `logits`: raw; -inf or NaN where absent |
+| `log_z`     | `[L]`    | log-normaliser of `logits` at temperature 1; optional               |
+| `mask`      | `[L]`    | tokens that take part; optional                                     |
+| `length`    | scalar   | tokens of the sequence, where arrays are padded; optional           |
 
 Log-probabilities are normalised already, at temperature 1. Without a normaliser, logits tell the
 shares of the kept ids only.

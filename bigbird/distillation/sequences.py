@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from bigbird.core.data import ExampleSource
+from bigbird.core.data import ExampleSource, replace_newlines
+from bigbird.core.pairs import PairEncoder
 from bigbird.core.vocabulary import SpecialTokens, Tokenizer
 
 # Of the words to predict, as many are replaced by [MASK], and half of the rest by a random word.
@@ -47,10 +48,7 @@ def document_windows(
     size = max_length - 2
 
     def windows(example):
-        text = example["text"]
-        if substitute_newline is not None:
-            pattern = substitute_newline.replace("\\", r"\\")
-            text = tf.strings.regex_replace(text, r"\r?\n", pattern)
+        text = replace_newlines(example["text"], substitute_newline)
         pieces = tokenizer.tokenize(text[tf.newaxis])[0]
         count = tf.maximum(-(-tf.size(pieces) // size), 1) if split_documents else 1
         starts = tf.data.Dataset.range(tf.cast(count, tf.int64))
@@ -113,3 +111,18 @@ def next_token_sequences(windows: tf.data.Dataset) -> tf.data.Dataset:
         return {"input_ids": ids, "mask": tf.range(tf.size(ids)) < tf.size(ids) - 1}
 
     return windows.map(mark)
+
+
+def pair_sequences(source: ExampleSource, encoder: PairEncoder) -> tf.data.Dataset:
+    """Documents with their summaries, `target_ids` `[T]`, all of whose words take part."""
+
+    def encode(example):
+        ids = encoder.documents(example["document"][tf.newaxis], pad_to_longest=True)[0]
+        target_ids = encoder.summaries(example["summary"][tf.newaxis], pad_to_longest=True)[0]
+        return {
+            "input_ids": tf.boolean_mask(ids, ids != encoder.special.pad),
+            "target_ids": target_ids,
+            "mask": tf.ones_like(target_ids, tf.bool),
+        }
+
+    return source.dataset.map(encode, num_parallel_calls=tf.data.AUTOTUNE)

@@ -113,9 +113,10 @@ def test_builtin_summaries_are_read_up_to_the_limit(tmp_path, monkeypatch, write
     pair = {"document": "long", "summary": "short", "file": "a.py"}
     write_jsonl(tmp_path / "validation.jsonl", [pair] * 3)
     source = open_records("builtin://summaries?limit=2", "validation", ("document", "summary"))
-    assert list(source.records().as_numpy_iterator()) == [
-        {"document": b"long", "summary": b"short"}
-    ] * 2
+    assert (
+        list(source.records().as_numpy_iterator())
+        == [{"document": b"long", "summary": b"short"}] * 2
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,89 @@
+"""Claims about the sequences a teacher reads: whole, hidden by seed and place, in one order."""
+
+import numpy as np
+import pytest
+
+from bigbird.core.data import open_source
+from bigbird.core.pairs import PairEncoder
+from bigbird.core.vocabulary import SpecialTokens, Tokenizer
+from bigbird.distillation import sequences
+
+SPECIAL = SpecialTokens()
+TEXTS = ["attention block sparse " * 30, "dense matrix", ""]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(vocabulary_file):
+    return Tokenizer(vocabulary_file)
+
+
+@pytest.fixture
+def source(tmp_path, write_jsonl):
+    write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in TEXTS])
+    return open_source(str(tmp_path), "train", ("text",))
+
+
+def pieces(tokenizer, text):
+    return tokenizer.tokenize([text])[0].numpy().tolist()
+
+
+def test_documents_are_cut_or_split_into_windows(source, tokenizer):
+    def windows(**options):
+        dataset = sequences.document_windows(source, tokenizer, SPECIAL, 20, **options)
+        return [ids.tolist() for ids in dataset.as_numpy_iterator()]
+
+    cut, split = windows(), windows(split_documents=True)
+    assert [len(ids) for ids in cut] == [20, len(pieces(tokenizer, TEXTS[1])) + 2, 2]
+    assert all(ids[0] == SPECIAL.cls and ids[-1] == SPECIAL.sep for ids in split)
+    whole = sum((ids[1:-1] for ids in split), [])
+    assert whole == sum((pieces(tokenizer, text) for text in TEXTS), [])
+    assert cut[0] == split[0] and cut[1:] == split[-2:]
+
+
+def test_words_are_hidden_by_seed_and_place(source, tokenizer):
+    windows = sequences.document_windows(source, tokenizer, SPECIAL, 100)
+
+    def hidden(seed):
+        dataset = sequences.masked_sequences(windows, SPECIAL, tokenizer.vocab_size, seed=seed)
+        return list(dataset.as_numpy_iterator())
+
+    for ids, sequence in zip(windows.as_numpy_iterator(), hidden(0), strict=True):
+        mask, labels = sequence["mask"], sequence["labels"]
+        np.testing.assert_array_equal(labels, np.where(mask, ids, -1))
+        np.testing.assert_array_equal(sequence["input_ids"][~mask], ids[~mask])
+        assert not mask[0] and not mask[-1]
+        # A sequence with a word hides at least one.
+        assert mask.sum() >= min(len(ids) - 2, 1)
+    long = hidden(0)[0]
+    assert 5 <= long["mask"].sum() <= 30
+    share = np.mean(long["input_ids"][long["mask"]] == SPECIAL.mask)
+    assert 0.5 < share <= 1.0
+    again, other = hidden(0)[0], hidden(1)[0]
+    np.testing.assert_array_equal(long["input_ids"], again["input_ids"])
+    assert not np.array_equal(long["mask"], other["mask"])
+
+
+def test_the_last_token_of_a_text_predicts_nothing(source, tokenizer):
+    windows = sequences.document_windows(source, tokenizer, SPECIAL, 20)
+    first = next(sequences.next_token_sequences(windows).as_numpy_iterator())
+    assert first["mask"].tolist() == [True] * 19 + [False]
+
+
+def test_pairs_have_no_padding_and_all_words_of_the_summary_take_part(
+    tmp_path, write_jsonl, tokenizer
+):
+    write_jsonl(tmp_path / "train.jsonl", [{"document": TEXTS[0], "summary": TEXTS[1]}])
+    pairs = open_source(str(tmp_path), "train", ("document", "summary"))
+    encoder = PairEncoder(tokenizer, SPECIAL, 16, 12)
+    (pair,) = sequences.pair_sequences(pairs, encoder).as_numpy_iterator()
+    np.testing.assert_array_equal(pair["input_ids"], pieces(tokenizer, TEXTS[0])[:16])
+    np.testing.assert_array_equal(pair["target_ids"], [*pieces(tokenizer, TEXTS[1]), SPECIAL.eos])
+    assert pair["mask"].all()
+
+
+def test_settings_that_cannot_be_are_refused(source, tokenizer):
+    with pytest.raises(ValueError, match="max_length=2"):
+        sequences.document_windows(source, tokenizer, SPECIAL, 2)
+    windows = sequences.document_windows(source, tokenizer, SPECIAL, 20)
+    with pytest.raises(ValueError, match="masked_lm_prob=0.0"):
+        sequences.masked_sequences(windows, SPECIAL, 120, masked_lm_prob=0.0)

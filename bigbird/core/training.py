@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -241,6 +241,7 @@ def train(
     *,
     config: Mapping[str, Any] | None = None,
     validation_dataset: tf.data.Dataset | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
     verbose: str | int = "auto",
 ) -> None:
     """Trains to `settings.num_train_steps`, or takes up the run that `output_dir` holds.
@@ -260,6 +261,7 @@ def train(
       settings: of the run.
       config: what else decides the result, as JSON values; such as the model's configuration.
       validation_dataset: finite; scored after every checkpoint.
+      callbacks: further ones of `fit`.
       verbose: 0 shows nothing, 1 a progress bar, 2 a line at every row of the log; "auto" is 1 on
         a terminal and 2 elsewhere.
 
@@ -295,7 +297,7 @@ def train(
             model.fit(
                 dataset,
                 steps_per_epoch=settings.num_train_steps - recorder.step,
-                callbacks=[recorder],
+                callbacks=[recorder, *callbacks],
                 verbose=verbose == 1,
             )
     if recorder.stop_requested:

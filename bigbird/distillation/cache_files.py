@@ -44,7 +44,7 @@ class ShardIndex:
       sha256: of the file.
       bytes: its size.
       tokens: rows of all its records.
-      max_length: tokens of its longest sequence, and of its longest `input_ids`.
+      max_length, max_input_length, max_rows: most tokens, `input_ids` and rows of a record.
       keys: names of the sequences.
       offsets: first byte of each record.
       sizes: bytes of each.
@@ -54,7 +54,9 @@ class ShardIndex:
     sha256: str
     bytes: int
     tokens: int
-    max_length: tuple[int, int]
+    max_length: int
+    max_input_length: int
+    max_rows: int
     keys: list[str]
     offsets: list[int]
     sizes: list[int]
@@ -97,9 +99,8 @@ def read_index(directory: str | os.PathLike, number: int) -> ShardIndex | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text())
-        return ShardIndex(**{**values, "max_length": tuple(values["max_length"])})
-    except (ValueError, TypeError, KeyError) as error:
+        return ShardIndex(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
         raise CacheError(
             f"{path} is damaged ({error}): run bigbird-cache-teacher --repair, or delete it and "
             "capture again."
@@ -194,7 +195,7 @@ class ShardWriter:
         self.number = number
         self._path = shard_path(directory, number)
         self._temporary = self._path.with_suffix(".tfrecord.tmp")
-        self._tokens, self._lengths = 0, (0, 0)
+        self._lengths = []
         self._keys, self._offsets, self._sizes, self._checksums = [], [], [], []
         self._end = 0
         self._writer = None
@@ -204,14 +205,13 @@ class ShardWriter:
     def __len__(self):
         return len(self._keys)
 
-    def write(self, key: str, record: bytes, tokens: int, lengths: tuple[int, int]) -> None:
+    def write(self, key: str, record: bytes, length: int, input_length: int, rows: int) -> None:
         """Adds a record.
 
         Args:
           key: of the sequence.
           record: its bytes.
-          tokens: how many rows it has.
-          lengths: its tokens, and those of its `input_ids`.
+          length, input_length, rows: its number of tokens, `input_ids` and rows.
 
         Raises:
           OSError: where the disk is full or fails; the shard is then given up.
@@ -223,8 +223,7 @@ class ShardWriter:
         self._sizes.append(len(record))
         self._checksums.append(zlib.crc32(record))
         self._end += len(record) + _AROUND_RECORD
-        self._tokens += tokens
-        self._lengths = tuple(map(max, self._lengths, lengths))
+        self._lengths.append((length, input_length, rows))
 
     def finish(self) -> ShardIndex:
         """Gives the shard its name once it is on the disk, and then its index.
@@ -235,11 +234,14 @@ class ShardWriter:
         with self._disk_errors():
             self._writer.close()
             _sync(self._temporary)
+            lengths, input_lengths, rows = zip(*self._lengths, strict=True)
             index = ShardIndex(
                 sha256=file_sha256(self._temporary),
                 bytes=self._end,
-                tokens=self._tokens,
-                max_length=self._lengths,
+                tokens=sum(rows),
+                max_length=max(lengths),
+                max_input_length=max(input_lengths),
+                max_rows=max(rows),
                 keys=self._keys,
                 offsets=self._offsets,
                 sizes=self._sizes,

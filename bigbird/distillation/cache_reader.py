@@ -221,9 +221,11 @@ class TeacherCache:
 
     def _padding(self, specs, pad_to_batch, block_size):
         """Shapes and values to pad to, by feature."""
-        length, input_length = (
-            -(-n // block_size) * block_size for n in self.manifest["max_length"]
-        )
+
+        def rounded(name):
+            return -(-self.manifest[name] // block_size) * block_size
+
+        length, input_length = rounded("max_length"), rounded("max_input_length")
         shapes, fill = {}, {}
         for name, spec in specs.items():
             shapes[name] = spec.shape
@@ -231,7 +233,8 @@ class TeacherCache:
                 shapes[name] = [None if pad_to_batch else input_length]
             elif name in self._token_features:
                 shapes[name] = [None if pad_to_batch else length, *spec.shape[1:]]
-            value = {"input_ids": self.manifest["pad_id"], "labels": -1}.get(name, 0)
+            pad_id = self.manifest["pad_id"]
+            value = {"input_ids": pad_id, "target_ids": pad_id, "labels": -1}.get(name, 0)
             fill[name] = tf.cast(value, spec.dtype) if spec.dtype != tf.string else ""
         return shapes, fill
 

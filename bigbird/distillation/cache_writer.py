@@ -27,7 +27,8 @@ from bigbird.distillation.targets import require_choice
 
 FORMAT_VERSION = 1
 # What `finalize_cache` adds to the manifest.
-_OUTCOME = ("complete", "sequences", "tokens", "bytes", "max_length", "shards")
+_LONGEST = ("max_length", "max_input_length", "max_rows")
+_OUTCOME = ("complete", "sequences", "tokens", "bytes", *_LONGEST, "shards")
 
 
 class TeacherCacheWriter:
@@ -212,7 +213,7 @@ class TeacherCacheWriter:
     def _add(self, shard, record):
         encoded = self.format.encode(record)
         rows = record.length if record.mask is None else int(np.sum(record.mask))
-        shard.write(record.key, encoded, rows, (record.length, len(record.input_ids)))
+        shard.write(record.key, encoded, record.length, len(record.input_ids), rows)
         self._stored.add(record.key)
 
     def _finish(self):
@@ -274,13 +275,12 @@ def finalize_cache(directory: str | os.PathLike) -> dict[str, Any]:
             f"{directory} is not complete: it has {sequences} of {expected} sequences. Run the "
             "capture of every worker to its end."
         )
-    lengths = [index.max_length for index in indices.values()] or [(0, 0)]
     manifest |= {
         "complete": True,
         "sequences": sequences,
         "tokens": sum(index.tokens for index in indices.values()),
         "bytes": sum(index.bytes for index in indices.values()),
-        "max_length": [max(column) for column in zip(*lengths, strict=True)],
+        **{n: max((getattr(i, n) for i in indices.values()), default=0) for n in _LONGEST},
         "shards": [{"name": shard_path("", n).name, **indices[n].summary} for n in numbers],
     }
     write_manifest(directory, manifest)

@@ -42,6 +42,8 @@ def new_model(task: str, config: BigBirdConfig) -> LanguageModel:
         return sequence_to_sequence_model(TransformerModel(config))
     if task == "masked_lm":
         bert = BertModel(config)
+        # Nothing reads the pooler, so there is nothing to train it by.
+        bert.pooler.trainable = False
         predictions = MaskedLMLayer(
             config.hidden_size,
             config.vocab_size,

@@ -89,7 +89,7 @@ def test_a_record_whose_values_cannot_be_is_found(directory):
     layout = TeacherCache(directory).format
     shard = ShardWriter(directory, 0)
     record = layout.encode(small.record(0)).replace(b"log_z", b"log_y")
-    shard.write(small.key(0), record, len(small.input_ids(0)), (3, 3))
+    shard.write(small.key(0), record, 3, 3, 3)
     shard.finish()
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["shards"][0].update(read_index(directory, 0).summary)

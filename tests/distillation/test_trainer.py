@@ -1,4 +1,4 @@
-"""Claims about the distillation trainer: one loss in four modes, means over tokens, exact resume."""
+"""Claims about the distillation trainer: one loss in four modes, by tokens, resumed exactly."""
 
 import importlib
 
@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_keras
 
 from bigbird.core import training
+from bigbird.core.recompute_grad import RecomputingDropout
 from bigbird.core.vocabulary import Tokenizer
 from bigbird.distillation.cache import CacheError, TeacherCache, TeacherCacheWriter
 from bigbird.distillation.cache_format import RecordFormat
@@ -42,7 +43,8 @@ def new_model(seed, width=WIDTH, library=tf_keras, dropout=0.0):
     ids = library.Input([None], dtype="int32")
     hidden = library.layers.Embedding(VOCAB_SIZE, width)(ids)
     hidden = library.layers.Dense(width, "tanh")(hidden)
-    hidden = library.layers.Dropout(dropout)(hidden)
+    if dropout:
+        hidden = RecomputingDropout(dropout)(hidden)
     scale = library.initializers.RandomNormal(stddev=1.0)
     return functional_model(
         library.Model(ids, library.layers.Dense(VOCAB_SIZE, kernel_initializer=scale)(hidden))

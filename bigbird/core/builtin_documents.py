@@ -172,7 +172,7 @@ def source_files(subsystem: Subsystem) -> Iterator[tuple[str, str]]:
     for path in _source_paths(subsystem):
         try:
             source = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a few old files declare another encoding
+        except (UnicodeDecodeError, OSError):  # another encoding declared, or a dangling link
             continue
         yield f"{subsystem.label}/{path.relative_to(subsystem.root).as_posix()}", source
 
@@ -264,7 +264,7 @@ def _source_paths(subsystem: Subsystem) -> Iterator[pathlib.Path]:
 def _assemble(passages: dict[str, list[Passage]]) -> list[dict]:
     labels = list(passages)
     shuffled = {label: sorted(of_label, key=Passage.order) for label, of_label in passages.items()}
-    # In a round of one document of each label, every label gives as many passages as one has.
+    # In a round of one document of each label, a label gives as many passages as a document holds.
     per_document = _OPENING_PASSAGES + _OWN_PASSAGES
     rounds = min(map(len, shuffled.values())) // per_document
     supply = {label: iter(of_label) for label, of_label in shuffled.items()}

@@ -142,7 +142,7 @@ def _csv_text(rows):
 
 
 def checkpoint_steps(directory: str) -> list[int]:
-    """Returns the steps that have a checkpoint in a directory of `Checkpoints`, ascending."""
+    """Returns the steps whose checkpoints `Checkpoints` left in a directory, in ascending order."""
     if not tf.io.gfile.isdir(directory):
         return []
     names = (name.rstrip("/") for name in tf.io.gfile.listdir(directory))
@@ -215,9 +215,12 @@ class Checkpoints:
         try:
             status.assert_existing_objects_matched()
         except AssertionError as error:
+            # Keras describes a variable by its name, shape and all its values.
+            absent = re.findall(r"<tf.Variable '([^']+)' shape=(\(.*?\))", str(error))
+            names = "".join(f"\n  {name} {shape}" for name, shape in absent)
             raise ValueError(
                 f"{path} does not hold every variable of this model. Build the model and compile "
-                f"it with the optimizer of the run in that directory. {error}"
+                f"it with the optimizer of the run in that directory.{names}"
             ) from error
 
     def _path(self, step):
@@ -341,8 +344,8 @@ class TrainingRecorder(keras.callbacks.Callback):
         if not tf.reduce_all(tf.math.is_finite(value)):
             raise FloatingPointError(
                 f"{name} is not finite at step {self.step}; the checkpoints of the steps "
-                f"{self._checkpoints.steps()} are from before. Lower the learning rate, clip "
-                "gradients or lengthen the warm-up."
+                f"{self._checkpoints.steps()} are from before. Lower --learning_rate or raise "
+                "--num_warmup_steps."
             )
 
     def _score(self, dataset):

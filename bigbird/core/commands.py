@@ -1,4 +1,4 @@
-"""What the commands of every task share: settings, model and weights, as their flags say.
+"""What the commands of every task share: settings, data, model and weights, as their flags say.
 
 A command is a task's own flags and model; everything between them and `training.py` is here.
 """
@@ -6,24 +6,34 @@ A command is a task's own flags and model; everything between them and `training
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import tensorflow as tf
 import tf_keras as keras
 
 from bigbird.core import flags, training
-from bigbird.core.config import BigBirdConfig
+from bigbird.core.config import DECODER_FIELDS, MEMORY_FIELDS, BigBirdConfig
+from bigbird.core.data import ExampleSource, open_source
 from bigbird.core.devices import create_strategy, precision_scope
 from bigbird.core.optimization import create_optimizer
 
 FLAGS = flags.FLAGS
 
-# Flags of every task that decide the result of a run, besides the model's and the settings.
-_RESULT_FLAGS = (
-    "data_dir",
+# Flags that say what every trained model computes, from text on.
+MODEL_FLAGS = (
+    *(
+        field.name
+        for field in dataclasses.fields(BigBirdConfig)
+        if field.name not in (*MEMORY_FIELDS, *DECODER_FIELDS, "pad_token_id")
+    ),
+    "pad_id",
     "vocab_model_file",
     "substitute_newline",
+)
+# Flags that decide how every model is trained, besides the training settings.
+TRAINING_FLAGS = (
+    "data_dir",
     "pad_to_batch",
     "init_checkpoint",
     "optimizer",
@@ -92,10 +102,55 @@ def training_settings(best_metric: str, best_mode: str) -> training.TrainingSett
     )
 
 
-def run_configuration(config: BigBirdConfig, *task_flags: str) -> dict[str, Any]:
-    """Returns what decides the result of a run: the model, and the flags of every and this task."""
-    names = (*_RESULT_FLAGS, *task_flags)
-    return {**config.to_dict(), **{name: FLAGS[name].value for name in names}}
+def adopt_run(model_flags: Sequence[str]) -> dict[str, Any]:
+    """Returns the configuration of the run in `output_dir`, or {} where there is none.
+
+    Where nothing is trained, the run says what the model is: flags that the command line left open
+    take its values.
+
+    Args:
+      model_flags: the flags that say what the task's model computes.
+
+    Raises:
+      ValueError: where the command line gives another model than the run's.
+    """
+    run = training.read_configuration(FLAGS.output_dir) or {}
+    if not FLAGS.do_train:
+        flags.adopt(run, model_flags)
+        values = {name: FLAGS[name].value for name in model_flags}
+        values["vocab_size"] = flags.model_config().vocab_size
+        training.check_configuration(FLAGS.output_dir, values, model_flags)
+    return run
+
+
+def identity(config: BigBirdConfig, names: Sequence[str]) -> dict[str, Any]:
+    """Returns what decides the result of a run: the named flags, as the config resolved them."""
+    values = {name: FLAGS[name].value for name in names}
+    resolved = {name: getattr(config, name) for name in ("vocab_size", *MEMORY_FIELDS)}
+    return {**values, **resolved}
+
+
+def open_sources(
+    open_split: Callable[[str], ExampleSource], eval_split: str, document_field: str
+) -> dict[str, ExampleSource]:
+    """Opens and checks all that the flags ask to read, before anything else is done.
+
+    Args:
+      open_split: opens a split of the task's data.
+      eval_split: what `--do_eval` reads.
+      document_field: name of the text in `--input_file`.
+
+    Returns:
+      The sources by split, and that of the `input_file` under this name.
+    """
+    splits = ["train", FLAGS.validation_split] if FLAGS.do_train else []
+    splits += [eval_split] if FLAGS.do_eval else []
+    sources = {split: open_split(split) for split in splits if split}
+    if FLAGS.do_predict:
+        sources["input_file"] = open_source(
+            FLAGS.input_file, None, fields=(document_field,), flag="input_file"
+        )
+    return sources
 
 
 @contextlib.contextmanager
@@ -133,6 +188,6 @@ def weights_of_the_run(model: keras.Model) -> int:
     Raises:
       ValueError: if there are neither.
     """
-    if FLAGS.init_checkpoint and not tf.io.gfile.exists(FLAGS.output_dir):
+    if FLAGS.init_checkpoint and not training.has_weights(FLAGS.output_dir):
         return 0
     return training.restore_weights(model, FLAGS.output_dir)

@@ -47,6 +47,7 @@ def open_source(
     fields: Sequence[str],
     tfds_data_dir: str | None = None,
     num_labels: int | None = None,
+    flag: str = "data_dir",
 ) -> ExampleSource:
     """Opens a split and checks every record, in one streaming pass.
 
@@ -59,20 +60,22 @@ def open_source(
       fields: names of the fields, such as `("text", "label")` or `("document", "summary")`.
       tfds_data_dir: where TFDS keeps prepared data sets; its own default where None.
       num_labels: number of classes; labels must lie in `[0, num_labels)`.
+      flag: the flag that gave `data_dir`, which messages name.
 
     Raises:
       DataError: where there are no files or examples, where a record cannot be read, lacks a field
         or has a label outside its range. The message names the file and record, or the example.
     """
-    source = open_records(data_dir, split, fields, tfds_data_dir)
+    source = open_records(data_dir, split, fields, tfds_data_dir, flag)
     survey = _survey(source, num_labels)
     if survey.examples == 0:
         raise DataError(f"{source.description} holds no examples.")
     if survey.faulty_label_at >= 0:
+        most = "" if num_labels is None else f" and below --num_labels={num_labels}"
         raise DataError(
             f"{source.description}, example {survey.faulty_label_at} (counted from 0): expected a "
-            f"label from 0 to {'…' if num_labels is None else num_labels - 1}; received "
-            f"{survey.faulty_label}. Correct the label, or --num_labels."
+            f"label of at least 0{most}; received {survey.faulty_label}. Correct the label, or "
+            "--num_labels."
         )
     if survey.undecodable:
         logging.warning(
@@ -165,6 +168,20 @@ def endless_examples(source: ExampleSource, seed: int, start_example: int = 0) -
     return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(shuffled).skip(seen)
 
 
+def check_encoding(tokenizer: Tokenizer, special: SpecialTokens, max_length: int) -> None:
+    """Checks what `encode_documents` needs, before any data is read.
+
+    Raises:
+      ValueError: for a `max_length` below 3, or special ids outside the vocabulary.
+    """
+    if max_length < 3:
+        raise ValueError(
+            f"max_encoder_length={max_length}: expected at least 3, for [CLS], one piece and "
+            "[SEP]; raise --max_encoder_length."
+        )
+    special.check(tokenizer.vocab_size, "pad", "cls", "sep")
+
+
 def encode_documents(
     text: tf.Tensor,
     tokenizer: Tokenizer,
@@ -191,14 +208,9 @@ def encode_documents(
       int32 `[B, L]`; L is `max_length`, and at most that with `pad_to_longest`.
 
     Raises:
-      ValueError: for a `max_length` below 3, or special ids outside the vocabulary.
+      ValueError: see `check_encoding`.
     """
-    if max_length < 3:
-        raise ValueError(
-            f"max_length={max_length}: expected at least 3, for [CLS], one piece and [SEP]; raise "
-            "--max_encoder_length."
-        )
-    special.check(tokenizer.vocab_size, "pad", "cls", "sep")
+    check_encoding(tokenizer, special, max_length)
     text = replace_newlines(text, substitute_newline)
     pieces = tokenizer.tokenize(text)[:, : max_length - 2]
     ends = tf.ones([pieces.nrows(), 1], tf.int32)
@@ -264,6 +276,7 @@ def classification_dataset(
     Raises:
       ValueError: for a batch size or start below their range, and as `encode_documents`.
     """
+    check_encoding(tokenizer, special, max_length)
 
     def encode(batch):
         ids = encode_documents(

@@ -48,6 +48,8 @@ _ENCODER_ONLY = (
     "seed",
     "pattern_length",
     "max_position_embeddings",
+    "pattern",
+    "sparse_attention_dropout",
 )
 
 

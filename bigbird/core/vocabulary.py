@@ -118,7 +118,7 @@ class Tokenizer:
         return self._operations().detokenize(ids)
 
     def fingerprint(self, pieces: int | None = None) -> str:
-        """Tells vocabularies apart: a SHA-256 over the first `pieces` pieces in the order of ids."""
+        """Tells vocabularies apart: a SHA-256 over the first `pieces` pieces, in order."""
         processor = _parse(self._model, self._path)
         digest = hashlib.sha256()
         for number in range(self.vocab_size if pieces is None else pieces):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -55,7 +56,7 @@ def rouge(
             "ROUGE needs one summary for each of at least one reference; received "
             f"{len(references)} references and {len(summaries)} summaries."
         )
-    scorer = RougeScorer(ROUGE_TYPES, use_stemmer=True)
+    scorer = RougeScorer(ROUGE_TYPES, tokenizer=DefaultTokenizer(use_stemmer=True))
     scores = np.empty([len(references), len(ROUGE_TYPES)])
     for row, reference, summary in zip(scores, references, summaries, strict=True):
         found = scorer.score(reference, summary)

@@ -1,4 +1,4 @@
-"""Benchmark of checkpoints: a base-size model in Hugging Face's layout, loaded, served and exported.
+"""Benchmark of checkpoints: a base-size model in Hugging Face's layout is loaded, served, exported.
 
     python -m benchmarks.bench_checkpoint      # about two minutes
 

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import os
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 import tf_keras as keras
 
-from bigbird.core.config import BigBirdConfig
+from bigbird.core.huggingface_files import HuggingFaceTensors, write_pretrained
+from bigbird.core.modeling import TransformerModel
 from bigbird.core.name_maps import Named, named_variables
 from bigbird.core.pretrained_config import (
-    SHAPELESS_FIELDS,
+    BERT,
+    PEGASUS,
+    check_same_model,
     config_from_pretrained,
     settings_of,
-    write_settings,
 )
-from bigbird.core.safetensors_files import SINGLE_FILE, CheckpointError, write_safetensors
-from bigbird.core.tensor_sources import HuggingFaceTensors, TensorSource, open_tensors
+from bigbird.core.safetensors_files import CheckpointError
+from bigbird.core.tensor_sources import TensorSource, open_tensors
 from bigbird.core.tf_checkpoint_files import TfCheckpoint, write_tf1_checkpoint
 
 __all__ = [
@@ -86,7 +87,7 @@ def load_initial_weights(
     """Loads whatever checkpoint is at a path into a built model: `--init_checkpoint` of a command.
 
     Args:
-      model: a `BertModel`.
+      model: a `BertModel` or `TransformerModel`.
       path: a 2021 checkpoint (`…/model.ckpt-0`, or a directory with a `checkpoint` file), a
         directory in Hugging Face's layout, the output directory of a training run (its newest
         checkpoint), one of its checkpoints, or a SavedModel of ours.
@@ -112,7 +113,7 @@ def load_tf1_checkpoint(
     """Loads a TF1-format checkpoint of the 2021 toolkit into a built model.
 
     Args:
-      model: a `BertModel`.
+      model: a `BertModel` or `TransformerModel`.
       path: the checkpoint's prefix (`…/model.ckpt-0`), or a directory with a `checkpoint` file.
       head: a built `ClassifierLossLayer`, loaded too where the checkpoint has one.
 
@@ -162,7 +163,7 @@ def save_safetensors(
     Files of these names are replaced, each at once; others in the directory stay.
 
     Args:
-      model: a `BertModel`.
+      model: a `BertModel` or `TransformerModel`.
       directory: made where it does not exist.
       heads: layers to write too, by their key in `name_maps.HEADS`.
       type_code: how the weights are stored: F32, BF16 or F16.
@@ -173,24 +174,23 @@ def save_safetensors(
     """
     heads = heads or {}
     num_labels = heads["classifier"].num_labels if "classifier" in heads else None
-    settings = settings_of(model.config, heads, num_labels, type_code)
+    family = PEGASUS if isinstance(model, TransformerModel) else BERT
+    settings = settings_of(model.config, family, heads, num_labels, type_code)
     named = named_variables(model, "hf", heads)
 
     def read(name):
         values = named[name].variable.read_value()
         return (tf.transpose(values) if named[name].transposed else values).numpy()
 
-    os.makedirs(directory, exist_ok=True)
-    shapes = {name: named[name].stored_shape for name in sorted(named)}
-    write_safetensors(os.path.join(directory, SINGLE_FILE), shapes, read, type_code)
-    write_settings(directory, settings, vocabulary)
+    shapes = {name: row.stored_shape for name, row in named.items()}
+    write_pretrained(directory, shapes, read, settings, type_code, vocabulary)
 
 
 def save_tf1_checkpoint(model: keras.Model, prefix: str, heads: Heads | None = None) -> None:
     """Writes a TF1-format checkpoint under the 2021 names: `prefix`.index and `prefix`.data-….
 
     Args:
-      model: a `BertModel`.
+      model: a `BertModel` or `TransformerModel`.
       prefix: such as `DIRECTORY/model.ckpt-0`.
       heads: layers to write too, by their key in `name_maps.HEADS`.
     """
@@ -207,8 +207,9 @@ def _load(
 ) -> LoadReport:
     """Assigns tensors to variables, after all of them were checked."""
     if tensors.naming == "hf":
-        _check_same_model(model.config, tensors.directory)
+        check_same_model(model.config, tensors.directory)
     named = named_variables(model, tensors.naming, heads)
+    tensors.drop_implied(named)
     wanted = {name: row for name, row in named.items() if name in tensors.shapes}
     differ = {n: row for n, row in wanted.items() if tensors.shapes[n] != row.stored_shape}
     extended = {
@@ -267,21 +268,6 @@ def _assign(row: Named, values) -> None:
         # Repeated as Beltagy et al. did, arXiv:2004.05150, section 5.
         values = tf.tile(values, [-(-length // values.shape[0]), 1])[:length]
     row.variable.assign(values)
-
-
-def _check_same_model(config: BigBirdConfig, directory: str) -> None:
-    """Refuses weights of a model that computes something else from them."""
-    stored = config_from_pretrained(directory)
-    differences = [
-        f"{field}: {getattr(stored, field)!r} there, {getattr(config, field)!r} here"
-        for field in SHAPELESS_FIELDS
-        if getattr(stored, field) != getattr(config, field)
-    ]
-    if differences:
-        raise CheckpointError(
-            f"{directory} holds a model of another kind ({'; '.join(differences)}): build the "
-            "model from config_from_pretrained, or leave these flags out."
-        )
 
 
 def run():

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tf_keras as keras
 
 from bigbird.core import flags, training
+from bigbird.core.checkpoint import load_initial_weights
 from bigbird.core.config import DECODER_FIELDS, MEMORY_FIELDS, BigBirdConfig
 from bigbird.core.data import ExampleSource, open_source
 from bigbird.core.devices import create_strategy, precision_scope
@@ -36,6 +37,8 @@ TRAINING_FLAGS = (
     "data_dir",
     "pad_to_batch",
     "init_checkpoint",
+    "extend_positions",
+    "ignore_mismatched",
     "optimizer",
     "learning_rate",
     "num_warmup_steps",
@@ -46,8 +49,12 @@ TRAINING_FLAGS = (
 )
 
 
-def define_command_flags():
-    """Defines the flags of a command that reads documents, beyond the 2021 ones."""
+def define_command_flags(predicts: bool = True):
+    """Defines the flags of a command that reads documents, beyond the 2021 ones.
+
+    Args:
+      predicts: whether the command has `--do_predict`.
+    """
     flags.DEFINE_bool(
         "pad_to_batch", False, "Whether to pad a batch to its longest text instead of the model's."
     )
@@ -56,6 +63,8 @@ def define_command_flags():
         None,
         "Split that is scored at every checkpoint and chooses the best one.",
     )
+    if not predicts:
+        return
     flags.DEFINE_bool("do_predict", False, "Whether to read the documents of --input_file.")
     flags.DEFINE_string(
         "input_file", None, "Documents to predict: .jsonl, .csv, .tfrecord, or .txt, one a line."
@@ -66,17 +75,27 @@ def define_command_flags():
 
 
 def check_command_flags():
-    """Checks that there is something to do, and the data to do it with.
+    """Checks that there is something to do, and the data to do it with; reads `--init_checkpoint`.
+
+    Flags that were left open take the values that the checkpoint's description gives them.
 
     Raises:
       ValueError: naming the flag.
     """
-    if not (FLAGS.do_train or FLAGS.do_eval or FLAGS.do_export or FLAGS.do_predict):
-        raise ValueError("Nothing to do: give --do_train, --do_eval, --do_export or --do_predict.")
+    tasks = [f"do_{t}" for t in ("train", "eval", "export", "predict") if f"do_{t}" in FLAGS]
+    if not any(FLAGS[task].value for task in tasks):
+        listed = ", ".join(f"--{task}" for task in tasks[:-1])
+        raise ValueError(f"Nothing to do: give {listed} or --{tasks[-1]}.")
     if FLAGS.validation_split == "train":
         raise ValueError("--validation_split=train: expected another split than the training one.")
-    if FLAGS.do_predict and not FLAGS.input_file:
+    if _predicts() and not FLAGS.input_file:
         raise ValueError("--do_predict needs --input_file: a .jsonl, .csv or .txt of documents.")
+    # Before anything reads the flags of the model.
+    flags.follow_checkpoint()
+
+
+def _predicts() -> bool:
+    return "do_predict" in FLAGS and FLAGS.do_predict
 
 
 def training_settings(best_metric: str, best_mode: str) -> training.TrainingSettings:
@@ -146,7 +165,7 @@ def open_sources(
     splits = ["train", FLAGS.validation_split] if FLAGS.do_train else []
     splits += [eval_split] if FLAGS.do_eval else []
     sources = {split: open_split(split) for split in splits if split}
-    if FLAGS.do_predict:
+    if _predicts():
         sources["input_file"] = open_source(
             FLAGS.input_file, None, fields=(document_field,), flag="input_file"
         )
@@ -180,6 +199,29 @@ def optimizer(schedule) -> keras.optimizers.Optimizer:
         beta_2=FLAGS.optimizer_beta2,
         epsilon=FLAGS.optimizer_epsilon,
     )
+
+
+def load_init_checkpoint(
+    model: keras.Model, heads: Mapping[str, keras.layers.Layer] | None = None
+) -> None:
+    """Gives a model the weights of `--init_checkpoint`, if it is set, and says what it was.
+
+    Args:
+      model: a `BertModel` or `TransformerModel`.
+      heads: as in `checkpoint.load_initial_weights`.
+
+    Raises:
+      ValueError: for a checkpoint that cannot be read or does not fit.
+    """
+    if FLAGS.init_checkpoint:
+        report = load_initial_weights(
+            model,
+            FLAGS.init_checkpoint,
+            heads,
+            extend_positions=FLAGS.extend_positions,
+            ignore_mismatched=FLAGS.ignore_mismatched,
+        )
+        print(report)
 
 
 def weights_of_the_run(model: keras.Model) -> int:

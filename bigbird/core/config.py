@@ -26,6 +26,7 @@ DECODER_FIELDS = (
     "max_decoder_length",
     "num_decoder_layers",
     "couple_encoder_decoder",
+    "own_decoder_positions",
     "beam_size",
     "alpha",
 )
@@ -38,7 +39,8 @@ class BigBirdConfig:
     Field names are the flags' names. Every layer takes `params`, either such a config or a
     dict with the same keys (`BigBirdConfig.from_params`). `bos_token_id` is what a decoder starts
     from; where `num_decoder_layers` is None, the decoder is as deep as the encoder; a vocabulary
-    without an end-of-text token has `eos_token_id=None`.
+    without an end-of-text token has `eos_token_id=None`. `own_decoder_positions` gives the decoder
+    a position table of its own, as Hugging Face's models have; in 2021 it used the encoder's.
 
     Raises:
       ValueError: for a value outside its range, naming the field, the value and the remedy.
@@ -80,6 +82,7 @@ class BigBirdConfig:
     max_decoder_length: int = 128
     num_decoder_layers: int | None = None
     couple_encoder_decoder: bool = False
+    own_decoder_positions: bool = False
     beam_size: int = 5
     alpha: float = 0.8
 

@@ -12,13 +12,22 @@ import tensorflow as tf
 
 from bigbird.core import flags
 from bigbird.core.config import BigBirdConfig
-from bigbird.core.modeling import BertModel
-from bigbird.core.name_maps import BERT, HEADS, Row, named_rows, named_variables
-from bigbird.core.pretrained_config import TYPE_NAMES, settings_of, write_settings
-from bigbird.core.safetensors_files import SINGLE_FILE, CheckpointError, write_safetensors
+from bigbird.core.huggingface_files import write_pretrained, write_settings
+from bigbird.core.modeling import BertModel, TransformerModel
+from bigbird.core.name_maps import BERT, HEADS, TRANSFORMER, Row, named_rows, named_variables
+from bigbird.core.pretrained_config import BERT as BERT_FAMILY
+from bigbird.core.pretrained_config import (
+    PEGASUS,
+    SEP_ID,
+    TYPE_NAMES,
+    Family,
+    check_same_model,
+    settings_of,
+)
+from bigbird.core.safetensors_files import CheckpointError
 from bigbird.core.tensor_sources import TensorSource, open_tensors
 from bigbird.core.tf_checkpoint_files import write_tf1_checkpoint
-from bigbird.core.vocabulary import SpecialTokens, find_vocabulary
+from bigbird.core.vocabulary import find_vocabulary
 
 TARGETS = ("safetensors", "tf1")
 PREFIX = "model.ckpt-0"
@@ -32,7 +41,7 @@ def convert(
     *,
     type_code: str = "F32",
     vocabulary: str | None = None,
-    special: SpecialTokens | None = None,
+    sep_id: int = SEP_ID,
     encoder_only: bool = False,
 ) -> str:
     """Writes a checkpoint in another layout.
@@ -44,7 +53,7 @@ def convert(
       target: `safetensors` (Hugging Face's layout) or `tf1` (2021 names, read by TensorFlow 1).
       type_code: how safetensors are stored: F32, BF16 or F16.
       vocabulary: SentencePiece model file to put beside the weights.
-      special: special ids to write into `config.json`; those of Hugging Face's default where None.
+      sep_id: id of SEP, which Hugging Face's `config.json` has and a model does not know.
       encoder_only: whether to leave the heads out.
 
     Returns:
@@ -55,8 +64,11 @@ def convert(
     """
     naming = "hf" if target == "safetensors" else "tf1"
     with open_tensors(path) as tensors:
-        _check_shapes(tensors, config)
-        rows, heads = _rows_present(tensors, config, encoder_only)
+        if tensors.naming == "hf":
+            check_same_model(config, tensors.directory)
+        rows, family = _rows_of_model(tensors, config)
+        heads = {} if encoder_only else _heads_present(tensors, config)
+        rows += [row for head_rows in heads.values() for row in head_rows]
         by_target = {getattr(row, naming): row for row in rows}
 
         def read(name: str) -> np.ndarray:
@@ -64,28 +76,34 @@ def convert(
             values = tensors.read(getattr(row, tensors.naming))
             return values.T if row.transposed and naming != tensors.naming else values
 
-        tensors.check_types(getattr(row, tensors.naming) for row in rows)
+        sources = {getattr(row, tensors.naming) for row in rows}
+        tensors.check_types(sources)
         if target == "safetensors":
-            shapes = {n: _target_shape(by_target[n], tensors, naming) for n in sorted(by_target)}
+            shapes = {name: _target_shape(row, tensors) for name, row in by_target.items()}
             num_labels = shapes["classifier.out_proj.bias"][0] if "classifier" in heads else None
-            settings = settings_of(config, heads, num_labels, type_code, special)
-            tf.io.gfile.makedirs(output_dir)
-            write_safetensors(os.path.join(output_dir, SINGLE_FILE), shapes, read, type_code)
+            settings = settings_of(config, family, heads, num_labels, type_code, sep_id)
+            write_pretrained(output_dir, shapes, read, settings, type_code, vocabulary)
         else:
-            settings = config.to_dict()
-            values = {name: tf.cast(read(name), tf.float32) for name in sorted(by_target)}
+            values = {name: tf.cast(read(name), tf.float32) for name in by_target}
             write_tf1_checkpoint(os.path.join(output_dir, PREFIX), values)
-        write_settings(output_dir, settings, vocabulary)
-        left_out = sorted(set(tensors.shapes) - {getattr(row, tensors.naming) for row in rows})
-        lines = [tensors.description, f"wrote {len(rows)} tensors to {output_dir}"]
+            write_settings(output_dir, config.to_dict(), vocabulary)
+        left_out = sorted(set(tensors.shapes) - sources)
+        lines = [tensors.description, f"wrote {len(by_target)} tensors to {output_dir}"]
         return "\n".join([*lines, f"left out {len(left_out)}", *(f"  {n}" for n in left_out)])
 
 
-def _check_shapes(tensors: TensorSource, config: BigBirdConfig) -> None:
-    """Checks that the source has every tensor of the encoder, in the shape the config gives it."""
+def _rows_of_model(tensors: TensorSource, config: BigBirdConfig) -> tuple[list[Row], Family]:
+    """Returns the rows of the model, after a check that the source has each in the right shape."""
+    encoder_decoder = any("encdec" in name or "encoder_attn" in name for name in tensors.shapes)
+    model_class, table, family = (
+        (TransformerModel, TRANSFORMER, PEGASUS)
+        if encoder_decoder
+        else (BertModel, BERT, BERT_FAMILY)
+    )
     # In a graph variables have shapes and no values.
     with tf.Graph().as_default():
-        named = named_variables(BertModel(config), tensors.naming)
+        named = named_variables(model_class(config), tensors.naming)
+    tensors.drop_implied(named)
     faults = [
         f"{name}: expected {list(row.stored_shape)}, received "
         f"{list(tensors.shapes[name]) if name in tensors.shapes else 'nothing'}"
@@ -98,24 +116,23 @@ def _check_shapes(tensors: TensorSource, config: BigBirdConfig) -> None:
             f"{tensors.description} does not fit the model that the flags describe; give the sizes "
             f"it was trained with.{listed}"
         )
+    rows = named_rows(config, table)
+    return [row for row in rows if getattr(row, tensors.naming) in named], family
 
 
-def _rows_present(
-    tensors: TensorSource, config: BigBirdConfig, encoder_only: bool
-) -> tuple[list[Row], list[str]]:
-    """Returns the rows that the source has tensors for, and the heads among them."""
-    rows, heads = named_rows(config, BERT), []
-    for head, head_rows in HEADS.items():
-        found = named_rows(config, head_rows)
-        if not encoder_only and all(getattr(r, tensors.naming) in tensors.shapes for r in found):
-            rows += found
-            heads.append(head)
-    return [row for row in rows if getattr(row, tensors.naming) in tensors.shapes], heads
+def _heads_present(tensors: TensorSource, config: BigBirdConfig) -> dict[str, list[Row]]:
+    rows = {head: named_rows(config, head_rows) for head, head_rows in HEADS.items()}
+    return {
+        head: found
+        for head, found in rows.items()
+        if all(getattr(row, tensors.naming) in tensors.shapes for row in found)
+    }
 
 
-def _target_shape(row: Row, tensors: TensorSource, naming: str) -> tuple[int, ...]:
+def _target_shape(row: Row, tensors: TensorSource) -> tuple[int, ...]:
+    """Returns the shape of a tensor in Hugging Face's files."""
     shape = tensors.shapes[getattr(row, tensors.naming)]
-    return shape[::-1] if row.transposed and naming != tensors.naming else shape
+    return shape[::-1] if row.transposed and tensors.naming != "hf" else shape
 
 
 def run():
@@ -125,7 +142,12 @@ def run():
     flags.DEFINE_enum("to", "safetensors", list(TARGETS), "Layout to write.")
     flags.DEFINE_enum("store_as", "F32", list(TYPE_NAMES), "Type of the stored safetensors.")
     flags.DEFINE_bool("encoder_only", False, "Whether to leave the heads out.")
-    flags.DEFINE_integer("max_encoder_length", 4096, "Length that the model is built for.")
+    flags.DEFINE_integer("num_decoder_layers", None, "Layers of a decoder; the encoder's if unset.")
+    flags.DEFINE_bool("couple_encoder_decoder", False, "Whether a decoder shares its weights.")
+    flags.DEFINE_bool("own_decoder_positions", False, "Whether it has a position table of its own.")
+    flags.DEFINE_integer(
+        "max_encoder_length", None, "Length the model is built for; that of its position table."
+    )
     flags.run(_main)
 
 
@@ -136,6 +158,8 @@ def _main(_):
     flags.follow_checkpoint()
     if values.vocab_size is None:
         values.vocab_size = _word_table_rows(values.init_checkpoint, values.scope)
+    if values.max_encoder_length is None:
+        values.max_encoder_length = values.max_position_embeddings
     # The default is a name that need not be there; what was asked for must be.
     wanted = values["vocab_model_file"].present or os.path.exists(values.vocab_model_file)
     print(
@@ -146,7 +170,7 @@ def _main(_):
             values.to,
             type_code=values.store_as,
             vocabulary=find_vocabulary(values.vocab_model_file) if wanted else None,
-            special=flags.special_tokens(),
+            sep_id=values.sep_id,
             encoder_only=values.encoder_only,
         )
     )

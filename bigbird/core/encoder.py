@@ -21,6 +21,7 @@ from bigbird.core import block_layout
 from bigbird.core.attention import MultiHeadedAttentionLayer
 from bigbird.core.config import NORM_TYPES, BigBirdConfig
 from bigbird.core.layers import (
+    LAYER_NORM_EPSILON,
     LayerNorm,
     build_in_scope,
     create_initializer,
@@ -299,7 +300,7 @@ class EncoderStack(keras.layers.Layer):
         self.encoder_layers = [
             self._encoder_layer(index) for index in range(self.config.num_hidden_layers)
         ]
-        self.layer_norm = LayerNorm(name=f"{self.name}/LayerNorm")
+        self.layer_norm = LayerNorm(self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm")
 
     def _encoder_layer(self, index):
         config = self.config

@@ -51,6 +51,7 @@ DEFINE_float("hidden_dropout_prob", 0.1, "Dropout of embeddings and layer output
 DEFINE_integer("hidden_size", 768, "Width of the model.")
 DEFINE_float("initializer_range", 0.02, "Standard deviation of the initial weights.")
 DEFINE_integer("intermediate_size", 3072, "Width of the feed-forward layers.")
+DEFINE_float("layer_norm_epsilon", 1e-12, "Added to the variance by LayerNorm.")
 DEFINE_integer("max_position_embeddings", 4096, "Rows of the position table.")
 DEFINE_integer("num_attention_heads", 12, "Attention heads of a layer.")
 DEFINE_integer("num_hidden_layers", 12, "Layers of the encoder.")
@@ -204,10 +205,8 @@ def follow_checkpoint() -> None:
     """
     if not FLAGS.init_checkpoint:
         return
-    for name, value in flag_values(FLAGS.init_checkpoint).items():
-        if name in FLAGS and FLAGS[name].using_default_value:
-            logging.info("--%s=%s, as %s says.", name, value, FLAGS.init_checkpoint)
-            FLAGS[name].value = value
+    values = flag_values(FLAGS.init_checkpoint)
+    adopt(values, [name for name in values if name in FLAGS])
 
 
 def special_tokens() -> SpecialTokens:

@@ -141,11 +141,19 @@ class TransformerEmbedding(keras.layers.Layer):
         self.position_embeddings = table("position_embeddings", self.max_position_embeddings)
         self.built = True
 
-    def call(self, input_ids, token_type_ids=None, training=None, first_position=0):
+    def call(
+        self,
+        input_ids,
+        token_type_ids=None,
+        training=None,
+        first_position=0,
+        position_embeddings=None,
+    ):
         """Embeds ids `[B, L]` as `[B, L, D]`.
 
         Args:
           first_position: int or int32 scalar, the position of the first id.
+          position_embeddings: a table `[positions, D]` to use in place of the layer's.
 
         Raises:
           ValueError: for a static length beyond the position table.
@@ -164,9 +172,10 @@ class TransformerEmbedding(keras.layers.Layer):
             hidden *= tf.cast(self.hidden_size, hidden.dtype) ** 0.5
         if self.type_vocab_size is not None:
             hidden += self._token_types(token_type_ids)
-        hidden += tf.slice(
-            self.position_embeddings, [first_position, 0], [length, self.hidden_size]
-        )
+        positions = self.position_embeddings
+        if position_embeddings is not None:
+            positions = position_embeddings
+        hidden += tf.slice(positions, [first_position, 0], [length, self.hidden_size])
         return self.dropout(hidden, training=training)
 
     def _token_types(self, token_type_ids):

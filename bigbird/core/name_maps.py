@@ -15,6 +15,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 from bigbird.core.config import BigBirdConfig
+from bigbird.core.modeling import TransformerModel
 
 NAMINGS = ("tf1", "hf")
 
@@ -64,33 +65,90 @@ def _below(path, tf1, hf):
     return rows
 
 
-_encoder_layer = _below(
+# `{attention_norm}`, `{output_norm}`, `{cross_norm}`: where 2021 put a layer's LayerNorms.
+_TF1_NORMS = {
+    "prenorm": {
+        "attention_norm": "attention/self",
+        "output_norm": "intermediate",
+        "cross_norm": "attention/encdec",
+    },
+    "postnorm": {
+        "attention_norm": "attention/output",
+        "output_norm": "output",
+        "cross_norm": "attention/encdec_output",
+    },
+}
+
+_embeddings = _below("embeddings", "{scope}/embeddings", "bert.embeddings")
+_layer = _below(
     "encoder.encoder_layers.{layer}", "{scope}/encoder/layer_{layer}", "bert.encoder.layer.{layer}"
 )
-_embeddings = _below("embeddings", "{scope}/embeddings", "bert.embeddings")
-
-# `{attention_norm}` and `{output_norm}`: where 2021 put a layer's LayerNorms, by norm type.
-_TF1_NORMS = {
-    "prenorm": {"attention_norm": "attention/self", "output_norm": "intermediate"},
-    "postnorm": {"attention_norm": "attention/output", "output_norm": "output"},
-}
 
 BERT = (
     *_embeddings(_table, "word_embeddings", "word_embeddings", "word_embeddings"),
     *_embeddings(_table, "token_type_embeddings", "token_type_embeddings", "token_type_embeddings"),
     *_embeddings(_table, "position_embeddings", "position_embeddings", "position_embeddings"),
     *_norm("encoder.layer_norm", "{scope}/encoder/LayerNorm", "bert.embeddings.LayerNorm"),
-    *_encoder_layer(_dense, "attention.query", "attention/self/query", "attention.self.query"),
-    *_encoder_layer(_dense, "attention.key", "attention/self/key", "attention.self.key"),
-    *_encoder_layer(_dense, "attention.value", "attention/self/value", "attention.self.value"),
-    *_encoder_layer(_dense, "attention_output", "attention/output/dense", "attention.output.dense"),
-    *_encoder_layer(
-        _norm, "attention_norm", "{attention_norm}/LayerNorm", "attention.output.LayerNorm"
-    ),
-    *_encoder_layer(_dense, "intermediate", "intermediate/dense", "intermediate.dense"),
-    *_encoder_layer(_dense, "output_dense", "output/dense", "output.dense"),
-    *_encoder_layer(_norm, "output_norm", "{output_norm}/LayerNorm", "output.LayerNorm"),
+    *_layer(_dense, "attention.query", "attention/self/query", "attention.self.query"),
+    *_layer(_dense, "attention.key", "attention/self/key", "attention.self.key"),
+    *_layer(_dense, "attention.value", "attention/self/value", "attention.self.value"),
+    *_layer(_dense, "attention_output", "attention/output/dense", "attention.output.dense"),
+    *_layer(_norm, "attention_norm", "{attention_norm}/LayerNorm", "attention.output.LayerNorm"),
+    *_layer(_dense, "intermediate", "intermediate/dense", "intermediate.dense"),
+    *_layer(_dense, "output_dense", "output/dense", "output.dense"),
+    *_layer(_norm, "output_norm", "{output_norm}/LayerNorm", "output.LayerNorm"),
     *_dense("pooler", "{scope}/pooler/dense", "bert.pooler"),
+)
+
+_encoder = _below(
+    "encoder.encoder_layers.{layer}",
+    "{scope}/encoder/layer_{layer}",
+    "model.encoder.layers.{layer}",
+)
+# `{decoder}` is "encoder" in a coupled model, which has one name for what both share.
+_decoder = _below(
+    "decoder.decoder_layers.{layer}",
+    "{scope}/{decoder}/layer_{layer}",
+    "model.decoder.layers.{layer}",
+)
+
+TRANSFORMER = (
+    *_table("embeddings.word_embeddings", "{scope}/embeddings/word_embeddings", "model.shared"),
+    *_table(
+        "embeddings.position_embeddings",
+        "{scope}/embeddings/position_embeddings",
+        "model.encoder.embed_positions",
+    ),
+    *_table(
+        "decoder_position_embeddings",
+        "{scope}/decoder/embeddings/position_embeddings",
+        "model.decoder.embed_positions",
+    ),
+    *_norm("encoder.layer_norm", "{scope}/encoder/LayerNorm", "model.encoder.layernorm_embedding"),
+    *_encoder(_dense, "attention.query", "attention/self/query", "self_attn.self.query"),
+    *_encoder(_dense, "attention.key", "attention/self/key", "self_attn.self.key"),
+    *_encoder(_dense, "attention.value", "attention/self/value", "self_attn.self.value"),
+    *_encoder(_dense, "attention_output", "attention/output/dense", "self_attn.output"),
+    *_encoder(_norm, "attention_norm", "{attention_norm}/LayerNorm", "self_attn_layer_norm"),
+    *_encoder(_dense, "intermediate", "intermediate/dense", "fc1"),
+    *_encoder(_dense, "output_dense", "output/dense", "fc2"),
+    *_encoder(_norm, "output_norm", "{output_norm}/LayerNorm", "final_layer_norm"),
+    *_norm(
+        "decoder.layer_norm", "{scope}/{decoder}/LayerNorm", "model.decoder.layernorm_embedding"
+    ),
+    *_decoder(_dense, "attention.query", "attention/self/query", "self_attn.q_proj"),
+    *_decoder(_dense, "attention.key", "attention/self/key", "self_attn.k_proj"),
+    *_decoder(_dense, "attention.value", "attention/self/value", "self_attn.v_proj"),
+    *_decoder(_dense, "attention_output", "attention/output/dense", "self_attn.out_proj"),
+    *_decoder(_norm, "attention_norm", "{attention_norm}/LayerNorm", "self_attn_layer_norm"),
+    *_decoder(_dense, "cross_attention.query", "attention/encdec/query", "encoder_attn.q_proj"),
+    *_decoder(_dense, "cross_attention.key", "attention/encdec/key", "encoder_attn.k_proj"),
+    *_decoder(_dense, "cross_attention.value", "attention/encdec/value", "encoder_attn.v_proj"),
+    *_decoder(_dense, "cross_output", "attention/encdec_output/dense", "encoder_attn.out_proj"),
+    *_decoder(_norm, "cross_norm", "{cross_norm}/LayerNorm", "encoder_attn_layer_norm"),
+    *_decoder(_dense, "intermediate", "intermediate/dense", "fc1"),
+    *_decoder(_dense, "output_dense", "output/dense", "fc2"),
+    *_decoder(_norm, "output_norm", "{output_norm}/LayerNorm", "final_layer_norm"),
 )
 
 # Paths from a head: `run_classifier.ClassifierLossLayer`, `layers.FirstTokenTransform`,
@@ -114,12 +172,19 @@ HEADS = {
 }
 
 # How names begin in the files of a model without heads, and what they lack.
-HF_BARE = (("embeddings.", "bert."),)
-# Second names of one tensor, and tensors that are no weights, in files of Hugging Face's library.
+HF_BARE = (("embeddings.", "bert."), ("shared.", "model."))
+# In Hugging Face's files: second names of one tensor, where a model of ours has no variable for it;
 HF_REPEATED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
+    "lm_head.weight": "model.shared.weight",
+    "model.encoder.embed_tokens.weight": "model.shared.weight",
+    "model.decoder.embed_tokens.weight": "model.shared.weight",
+    "model.decoder.embed_positions.weight": "model.encoder.embed_positions.weight",
 }
+# tensors that must be zero, since no variable of ours is added in their place;
+HF_ZEROS = ("final_logits_bias",)
+# and constants that are no weights.
 HF_BUFFERS = ("bert.embeddings.position_ids", "bert.embeddings.token_type_ids")
 
 
@@ -146,16 +211,27 @@ class Named:
 
 def named_rows(config: BigBirdConfig, rows: Sequence[Row]) -> list[Row]:
     """Returns rows with the names of one model in them, one for each of its variables."""
+    words = {
+        "scope": config.scope,
+        "decoder": "encoder" if config.couple_encoder_decoder else "decoder",
+        **_TF1_NORMS[config.norm_type],
+    }
     return [
         dataclasses.replace(
             row,
             path=row.path.format(layer=layer).strip("."),
-            tf1=row.tf1.format(scope=config.scope, layer=layer, **_TF1_NORMS[config.norm_type]),
+            tf1=row.tf1.format(layer=layer, **words),
             hf=row.hf.format(layer=layer),
         )
         for row in rows
-        for layer in range(config.num_hidden_layers if "{layer}" in row.path else 1)
+        for layer in range(_count_layers(config, row.path))
     ]
+
+
+def _count_layers(config, path):
+    if "{layer}" not in path:
+        return 1
+    return config.decoder_depth if path.startswith("decoder.") else config.num_hidden_layers
 
 
 def named_variables(
@@ -164,7 +240,7 @@ def named_variables(
     """Maps the names that a checkpoint uses to the variables of a model and of its heads.
 
     Args:
-      model: a `BertModel`.
+      model: a `BertModel` or `TransformerModel`.
       naming: one of `NAMINGS`.
       heads: built layers by their key in `HEADS`.
 
@@ -172,7 +248,8 @@ def named_variables(
       ValueError: for a head that is not in `HEADS`.
     """
     config = model.config
-    named = _resolve(model, BERT, naming, config)
+    rows = TRANSFORMER if isinstance(model, TransformerModel) else BERT
+    named = _resolve(model, rows, naming, config)
     for key, head in (heads or {}).items():
         if key not in HEADS:
             raise ValueError(f"heads: expected keys from {', '.join(HEADS)}; received {key!r}.")

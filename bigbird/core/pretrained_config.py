@@ -12,11 +12,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import tensorflow as tf
 from absl import logging
 
-from bigbird.core.callbacks import write_atomically
-from bigbird.core.config import BigBirdConfig
+from bigbird.core.config import MEMORY_FIELDS, BigBirdConfig
 from bigbird.core.safetensors_files import CheckpointError, read_json, regular_file
 from bigbird.core.vocabulary import SpecialTokens, piece_id
 
@@ -37,6 +35,8 @@ ACTIVATIONS = {
     "linear": "linear",
 }
 
+SEP_ID = 66
+
 # Codes of `safetensors_files.FLOAT_TYPES` under their names in `config.json`.
 TYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -48,57 +48,57 @@ class Family:
     Attributes:
       model_type: Hugging Face's name of it.
       keys: key -> (our field, value where the key is absent).
-      special_ids: key -> (name in `vocabulary.SpecialTokens`, value where the key is absent).
+      activation: the key of the activation function.
+      equal: key -> (key that must have the same value, value where the first is absent); a value of
+        None, null in the file, goes with everything.
+      required: key -> the one value that our models compute; it is also the default.
+      fixed: our fields that the family has one value of.
+      usual: our fields that the family has another value of than our defaults.
       special_pieces: name in `vocabulary.SpecialTokens` -> piece of the vocabulary, for special ids
         that no key gives.
       architectures: keys of `name_maps.HEADS` -> Hugging Face's class with these heads.
-      required: key -> the one value that our models compute; it is also the default.
-      implied: our fields that follow from the family.
     """
 
     model_type: str
     keys: Mapping[str, tuple[str, Any]]
-    special_ids: Mapping[str, tuple[str, int]]
+    activation: str
+    equal: Mapping[str, tuple[str, Any]]
+    required: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    usual: Mapping[str, Any]
     special_pieces: Mapping[str, str]
     architectures: Mapping[frozenset[str], str]
-    required: Mapping[str, Any]
-    implied: Mapping[str, Any]
 
+
+_BOTH = {
+    "attention_type": ("attention_type", "block_sparse"),
+    "block_size": ("block_size", 64),
+    "max_position_embeddings": ("max_position_embeddings", 4096),
+    "num_random_blocks": ("num_rand_blocks", 3),
+    "pad_token_id": ("pad_token_id", 0),
+}
 
 BERT = Family(
     model_type="big_bird",
     keys={
+        **_BOTH,
         "attention_probs_dropout_prob": ("attention_probs_dropout_prob", 0.1),
-        "attention_type": ("attention_type", "block_sparse"),
-        "block_size": ("block_size", 64),
+        "bos_token_id": ("bos_token_id", 1),
+        "eos_token_id": ("eos_token_id", 2),
         "hidden_act": ("hidden_act", "gelu_new"),
         "hidden_dropout_prob": ("hidden_dropout_prob", 0.1),
         "hidden_size": ("hidden_size", 768),
         "initializer_range": ("initializer_range", 0.02),
         "intermediate_size": ("intermediate_size", 3072),
         "layer_norm_eps": ("layer_norm_epsilon", 1e-12),
-        "max_position_embeddings": ("max_position_embeddings", 4096),
         "num_attention_heads": ("num_attention_heads", 12),
         "num_hidden_layers": ("num_hidden_layers", 12),
-        "num_random_blocks": ("num_rand_blocks", 3),
-        "pad_token_id": ("pad_token_id", 0),
         "rescale_embeddings": ("rescale_embedding", False),
         "type_vocab_size": ("type_vocab_size", 2),
         "vocab_size": ("vocab_size", 50358),
     },
-    special_ids={
-        "pad_token_id": ("pad", 0),
-        "bos_token_id": ("bos", 1),
-        "eos_token_id": ("eos", 2),
-        "sep_token_id": ("sep", 66),
-    },
-    special_pieces={"cls": "[CLS]", "mask": "[MASK]"},
-    architectures={
-        frozenset(): "BigBirdModel",
-        frozenset({"masked_lm"}): "BigBirdForMaskedLM",
-        frozenset({"masked_lm", "next_sentence"}): "BigBirdForPreTraining",
-        frozenset({"classifier", "classifier_transform"}): "BigBirdForSequenceClassification",
-    },
+    activation="hidden_act",
+    equal={"classifier_dropout": ("hidden_dropout_prob", None)},
     required={
         "add_cross_attention": False,
         "is_decoder": False,
@@ -108,29 +108,76 @@ BERT = Family(
         # Without it Hugging Face keeps the bias of the output projection, and we do not.
         "use_bias": True,
     },
-    implied={"norm_type": "postnorm", "scope": "bert"},
+    fixed={"norm_type": "postnorm", "use_bias": True},
+    usual={"scope": "bert"},
+    special_pieces={"cls": "[CLS]", "mask": "[MASK]"},
+    architectures={
+        frozenset(): "BigBirdModel",
+        frozenset({"masked_lm"}): "BigBirdForMaskedLM",
+        frozenset({"masked_lm", "next_sentence"}): "BigBirdForPreTraining",
+        frozenset({"classifier", "classifier_transform"}): "BigBirdForSequenceClassification",
+    },
 )
-FAMILIES = {family.model_type: family for family in (BERT,)}
+
+PEGASUS = Family(
+    model_type="bigbird_pegasus",
+    keys={
+        **_BOTH,
+        "activation_function": ("hidden_act", "gelu_new"),
+        "attention_dropout": ("attention_probs_dropout_prob", 0.0),
+        "d_model": ("hidden_size", 1024),
+        "decoder_layers": ("num_decoder_layers", 16),
+        "decoder_start_token_id": ("bos_token_id", 2),
+        "dropout": ("hidden_dropout_prob", 0.1),
+        "encoder_attention_heads": ("num_attention_heads", 16),
+        "encoder_ffn_dim": ("intermediate_size", 4096),
+        "encoder_layers": ("num_hidden_layers", 16),
+        "eos_token_id": ("eos_token_id", 1),
+        "init_std": ("initializer_range", 0.02),
+        "scale_embedding": ("rescale_embedding", True),
+        "use_bias": ("use_bias", False),
+        "vocab_size": ("vocab_size", 96103),
+    },
+    activation="activation_function",
+    equal={
+        "decoder_attention_heads": ("encoder_attention_heads", 16),
+        "decoder_ffn_dim": ("encoder_ffn_dim", 4096),
+        "num_hidden_layers": ("encoder_layers", None),
+    },
+    required={
+        "activation_dropout": 0.0,
+        "add_cross_attention": False,
+        "decoder_layerdrop": 0.0,
+        "encoder_layerdrop": 0.0,
+        "is_decoder": False,
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": True,
+    },
+    fixed={"norm_type": "prenorm", "couple_encoder_decoder": False},
+    # Hugging Face's library has this epsilon whatever the checkpoint was trained with.
+    usual={"scope": "pegasus", "own_decoder_positions": True, "layer_norm_epsilon": 1e-5},
+    special_pieces={},
+    architectures={frozenset(): "BigBirdPegasusForConditionalGeneration"},
+)
+FAMILIES = {family.model_type: family for family in (BERT, PEGASUS)}
 
 # Keys that change no number a model computes: descriptions, and settings of generation.
 _WITHOUT_EFFECT = frozenset(
     """
-    _name_or_path architectures chunk_size_feed_forward dtype early_stopping finetuning_task
-    gradient_checkpointing id2label label2id length_penalty max_length min_length model_type
-    no_repeat_ngram_size num_beams num_labels output_attentions output_hidden_states
-    problem_type return_dict task_specific_params tokenizer_class torch_dtype torchscript
+    _name_or_path architectures bos_token_id chunk_size_feed_forward classifier_dropout do_sample
+    dtype early_stopping finetuning_task forced_eos_token_id gradient_checkpointing id2label
+    label2id length_penalty max_length min_length model_type no_repeat_ngram_size num_beams
+    num_labels output_attentions output_hidden_states prefix problem_type return_dict sep_token_id
+    task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
     transformers_version use_cache
     """.split()
 )
 # Fields of a run rather than of a model.
-RUN_FIELDS = frozenset(
-    """
-    max_encoder_length use_gradient_checkpointing gradient_checkpointing_policy
-    gradient_checkpointing_every_n memory_budget_gb
-    """.split()
+_RUN_FIELDS = frozenset(
+    (*MEMORY_FIELDS, "max_encoder_length", "max_decoder_length", "beam_size", "alpha")
 )
 # Fields that no tensor's shape tells; another value computes something else from the same weights.
-SHAPELESS_FIELDS = (
+_SHAPELESS_FIELDS = (
     "hidden_act",
     "layer_norm_epsilon",
     "norm_type",
@@ -156,21 +203,36 @@ def config_from_pretrained(directory: str) -> BigBirdConfig:
         field: _value(path, settings, key, default) for key, (field, default) in family.keys.items()
     }
     if fields["hidden_act"] not in ACTIVATIONS:
-        key = "activation_function" if "activation_function" in family.keys else "hidden_act"
         raise CheckpointError(
-            f"{path}: {key}={fields['hidden_act']!r} is not supported; expected one of "
-            f"{', '.join(ACTIVATIONS)}."
+            f"{path}: {family.activation}={fields['hidden_act']!r} is not supported; expected one "
+            f"of {', '.join(ACTIVATIONS)}."
         )
     fields["hidden_act"] = ACTIVATIONS[fields["hidden_act"]]
     try:
         return BigBirdConfig(
             **fields,
-            **family.implied,
+            **family.fixed,
+            **family.usual,
             max_encoder_length=fields["max_position_embeddings"],
             pattern_length="input",
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def check_same_model(config: BigBirdConfig, directory: str) -> None:
+    """Raises a `CheckpointError` where a model would compute something else from the weights."""
+    stored = config_from_pretrained(directory)
+    differences = [
+        f"{field}: {getattr(stored, field)!r} there, {getattr(config, field)!r} here"
+        for field in _SHAPELESS_FIELDS
+        if getattr(stored, field) != getattr(config, field)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{directory} holds a model of another kind ({'; '.join(differences)}): build the "
+            "model from config_from_pretrained, or leave these flags out."
+        )
 
 
 def flag_values(directory: str) -> dict[str, Any]:
@@ -194,9 +256,11 @@ def flag_values(directory: str) -> dict[str, Any]:
 def _pretrained_values(directory: str) -> dict[str, Any]:
     path, settings, family = _read_settings(directory)
     config = config_from_pretrained(directory).to_dict()
-    values = {name: value for name, value in config.items() if name not in RUN_FIELDS}
-    for key, (token, default) in family.special_ids.items():
-        values[f"{token}_id"] = _value(path, settings, key, default)
+    values = {name: value for name, value in config.items() if name not in _RUN_FIELDS}
+    for token in ("pad", "bos", "eos"):
+        values[f"{token}_id"] = config[f"{token}_token_id"]
+    if family is BERT:
+        values["sep_id"] = _value(path, settings, "sep_token_id", SEP_ID)
     if any("SequenceClassification" in str(name) for name in settings.get("architectures") or ()):
         values["classifier_transform"] = True
         if isinstance(settings.get("id2label"), dict):
@@ -209,17 +273,19 @@ def _pretrained_values(directory: str) -> dict[str, Any]:
 
 
 def _run_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {field.name for field in dataclasses.fields(BigBirdConfig)} - RUN_FIELDS
+    fields = {field.name for field in dataclasses.fields(BigBirdConfig)} - _RUN_FIELDS
     names = fields | {"classifier_transform", "num_labels", "vocab_model_file"}
+    names |= {f"{field.name}_id" for field in dataclasses.fields(SpecialTokens)}
     return {name: value for name, value in settings.items() if name in names}
 
 
 def settings_of(
     config: BigBirdConfig,
+    family: Family,
     heads: Iterable[str],
     num_labels: int | None,
     type_code: str,
-    special: SpecialTokens | None = None,
+    sep_id: int = SEP_ID,
 ) -> dict[str, Any]:
     """Returns the `config.json` of a model of ours.
 
@@ -227,20 +293,14 @@ def settings_of(
       heads: keys of `name_maps.HEADS`.
       num_labels: of a classifier.
       type_code: how the weights are stored, a key of `TYPE_NAMES`.
-      special: ids to write; the family's own where None.
+      sep_id: id of SEP, which a model does not know.
 
     Raises:
       CheckpointError: for a model that Hugging Face's library cannot compute, naming the field.
     """
-    family = BERT
-    values = config.to_dict()
-    _check_implied(values, family)
+    values = {**config.to_dict(), "num_decoder_layers": config.decoder_depth}
+    _check_computable(values, family)
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    if values["hidden_act"] not in names:
-        raise CheckpointError(
-            f"hidden_act={values['hidden_act']!r}: Hugging Face's library has "
-            f"{', '.join(sorted(names))} only."
-        )
     values["hidden_act"] = names[values["hidden_act"]]
     if values["attention_type"] == "simulated_sparse":
         values["attention_type"] = "block_sparse"
@@ -248,38 +308,37 @@ def settings_of(
         "architectures": [_architecture(heads, family)],
         "dtype": TYPE_NAMES[type_code],
         "model_type": family.model_type,
-        **{
-            key: default if special is None else getattr(special, token)
-            for key, (token, default) in family.special_ids.items()
-        },
         **family.required,
         **{key: values[field] for key, (field, _) in family.keys.items()},
     }
+    settings.update({key: settings[other] for key, (other, _) in family.equal.items()})
+    if family is BERT:
+        settings["sep_token_id"] = sep_id
     if num_labels is not None:
         settings["id2label"] = {str(label): f"LABEL_{label}" for label in range(num_labels)}
         settings["label2id"] = {f"LABEL_{label}": label for label in range(num_labels)}
     return settings
 
 
-def write_settings(directory: str, settings: Mapping[str, Any], vocabulary: str | None) -> None:
-    """Writes `config.json` and, where a vocabulary is given, `spiece.model`, each at once."""
-    text = json.dumps(settings, indent=2, sort_keys=True)
-    write_atomically(os.path.join(directory, CONFIG_FILE), text)
-    if vocabulary is not None:
-        target = os.path.join(directory, VOCABULARY_FILE)
-        tf.io.gfile.copy(vocabulary, f"{target}.tmp", overwrite=True)
-        tf.io.gfile.rename(f"{target}.tmp", target, overwrite=True)
-
-
-def _check_implied(values: Mapping[str, Any], family: Family) -> None:
-    implied = {**family.implied, **{k: v for k, v in family.required.items() if k in values}}
-    # A name and not a number.
-    implied.pop("scope")
-    for field, value in implied.items():
+def _check_computable(values: Mapping[str, Any], family: Family) -> None:
+    for field, value in family.fixed.items():
         if values[field] != value:
             raise CheckpointError(
                 f"{field}={values[field]!r}: Hugging Face's {family.model_type} has {value!r} only."
             )
+    if values["hidden_act"] not in ACTIVATIONS.values():
+        raise CheckpointError(
+            f"hidden_act={values['hidden_act']!r}: Hugging Face's library has the activations "
+            f"{', '.join(sorted(set(ACTIVATIONS.values())))} only."
+        )
+    epsilon = family.usual.get("layer_norm_epsilon", values["layer_norm_epsilon"])
+    if values["layer_norm_epsilon"] != epsilon:
+        logging.warning(
+            "LayerNorm has epsilon %g in this model and %g in Hugging Face's library: numbers "
+            "differ slightly there.",
+            values["layer_norm_epsilon"],
+            epsilon,
+        )
     if values["pattern_length"] == "model" and values["attention_type"] != "original_full":
         logging.warning(
             "The attention pattern of this model is that of max_encoder_length=%d for inputs of "
@@ -315,15 +374,15 @@ def _read_settings(directory: str) -> tuple[str, dict[str, Any], Family]:
 
 
 def _check_keys(path: str, settings: Mapping[str, Any], family: Family) -> None:
-    known = {*family.keys, *family.special_ids, *family.required, *_WITHOUT_EFFECT}
-    # One rate serves the layers and the head.
-    rate = settings.get("hidden_dropout_prob", 0.1)
-    if settings.get("classifier_dropout") not in (None, rate):
-        raise CheckpointError(
-            f"{path}: classifier_dropout={settings['classifier_dropout']!r:.80} is not supported; "
-            f"expected null or hidden_dropout_prob={rate}."
-        )
-    known.add("classifier_dropout")
+    known = {*family.keys, *family.equal, *family.required, *_WITHOUT_EFFECT}
+    for key, (other, default) in family.equal.items():
+        value = settings.get(key, default)
+        expected = settings.get(other, family.keys[other][1])
+        if value is not None and value != expected:
+            raise CheckpointError(
+                f"{path}: {key}={value!r:.80} is not supported beside {other}={expected!r:.80}; "
+                "expected equal values."
+            )
     for key, value in settings.items():
         if key in family.required and value != family.required[key]:
             raise CheckpointError(

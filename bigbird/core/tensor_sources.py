@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from bigbird.core.callbacks import CHECKPOINT_DIRECTORY, checkpoint_steps
-from bigbird.core.name_maps import HF_BARE, HF_BUFFERS, HF_REPEATED
+from bigbird.core.huggingface_files import HuggingFaceTensors
 from bigbird.core.safetensors_files import (
     CheckpointError,
     SafetensorsDirectory,
@@ -31,6 +31,13 @@ class TensorSource(Protocol):
     description: str
     naming: str
     shapes: Mapping[str, tuple[int, ...]]
+
+    def drop_implied(self, wanted: Container[str]) -> None:
+        """Leaves out tensors that tell nothing new and that nobody wants.
+
+        Raises:
+          CheckpointError: where such a tensor does tell something.
+        """
 
     def check_types(self, names: Iterable[str]) -> None:
         """Raises a `CheckpointError` where a tensor has a type that no weight has."""
@@ -81,60 +88,3 @@ def _find_tf_checkpoint(path: str) -> tuple[str, str]:
         "directory with config.json and model.safetensors, the output directory of a training run, "
         "or a SavedModel."
     )
-
-
-class HuggingFaceTensors:
-    """A directory of Hugging Face's layout, under the names of `name_maps`.
-
-    The files of a model without heads lack the first part of the names; a weight that two modules
-    share may be there twice; and there may be constants among the weights.
-    """
-
-    naming = "hf"
-
-    def __init__(self, directory: str):
-        """Opens the directory.
-
-        Raises:
-          CheckpointError: as `SafetensorsDirectory`; where two copies of a weight differ.
-        """
-        self.description = f"Hugging Face safetensors: {directory}"
-        self.directory = directory
-        self._files = SafetensorsDirectory(directory)
-        stored = self._full_names()
-        for buffer in HF_BUFFERS:
-            stored.pop(buffer, None)
-        self._stored = stored
-        self._drop_repeated()
-        self.shapes = {name: self._files.shapes[key] for name, key in stored.items()}
-
-    def _full_names(self) -> dict[str, str]:
-        names = self._files.shapes
-        for bare, prefix in HF_BARE:
-            if any(name.startswith(bare) for name in names):
-                return {prefix + name: name for name in names}
-        return {name: name for name in names}
-
-    def _drop_repeated(self) -> None:
-        for repeated, name in HF_REPEATED.items():
-            if repeated in self._stored and name in self._stored:
-                if not np.array_equal(self.read(repeated), self.read(name)):
-                    raise CheckpointError(
-                        f"{self.directory}: {repeated} differs from {name}; our models have one "
-                        "variable for both (tie_word_embeddings)."
-                    )
-                del self._stored[repeated]
-
-    def check_types(self, names: Iterable[str]) -> None:
-        """See `TensorSource`."""
-        self._files.check_types(self._stored[name] for name in names)
-
-    def read(self, name: str) -> np.ndarray:
-        """See `TensorSource`."""
-        return self._files.read(self._stored[name])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *unused_error):
-        self._files.close()

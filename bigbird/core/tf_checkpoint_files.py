@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +19,8 @@ from bigbird.core.callbacks import write_atomically
 from bigbird.core.safetensors_files import CheckpointError
 
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+# What TensorFlow raises for torn files.
+_READ_ERRORS = (tf.errors.OpError, RuntimeError, IndexError)
 # Slots and counters that optimizers leave beside the weights.
 _OPTIMIZER_STATE = re.compile(
     r"(/(adam|adafactor|momentum|adagrad|lamb)[^/]*$)|(/(m|v|vr|vc)$)|(^(global_step|beta\d_power)$)",
@@ -53,7 +55,7 @@ class TfCheckpoint:
             self._reader = tf.train.load_checkpoint(prefix)
             shapes = self._reader.get_variable_to_shape_map()
             self._keys = self._keys_by_name(shapes)
-        except (tf.errors.OpError, RuntimeError) as error:
+        except _READ_ERRORS as error:
             raise CheckpointError(f"{prefix!r} cannot be read: {error}") from error
         self.shapes = {name: tuple(shapes[key]) for name, key in self._keys.items()}
 
@@ -69,6 +71,9 @@ class TfCheckpoint:
             and not _NO_WEIGHTS.search(attribute.checkpoint_key)
         }
 
+    def drop_implied(self, wanted: Container[str]) -> None:
+        """See `tensor_sources.TensorSource`; there are none."""
+
     def check_types(self, names: Iterable[str]) -> None:
         """See `tensor_sources.TensorSource`."""
         types = self._reader.get_variable_to_dtype_map()
@@ -83,7 +88,7 @@ class TfCheckpoint:
         """See `tensor_sources.TensorSource`."""
         try:
             return self._reader.get_tensor(self._keys[name])
-        except (tf.errors.OpError, RuntimeError) as error:
+        except _READ_ERRORS as error:
             raise CheckpointError(f"{self._prefix!r}: {name} cannot be read: {error}") from error
 
     def __enter__(self):

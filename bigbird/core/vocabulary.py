@@ -7,6 +7,7 @@ import hashlib
 import os
 import pathlib
 
+import numpy as np
 import sentencepiece
 import tensorflow as tf
 import tensorflow_text
@@ -15,6 +16,8 @@ from bigbird.core import builtin_documents
 
 # Names of the 2021 toolkit's vocabularies, and where it keeps their files.
 _NAMED = ("gpt2", "pegasus")
+# How SentencePiece writes the blank before a word.
+_WORD_MARK = "\u2581"
 _HOME_OF_NAMED = "the folder bigbird/vocab of https://github.com/google-research/bigbird"
 
 
@@ -146,6 +149,24 @@ class Tokenizer:
             f"{self._path} declares {self._eos_id} as its end-of-sequence id, and --eos_id is "
             f"{special.eos}: set --eos_id={self._eos_id}."
         )
+
+    def word_starts(self) -> np.ndarray:
+        """Returns which pieces begin a word: boolean `[V]`."""
+        processor = _parse(self._model, self._path)
+        pieces = (processor.id_to_piece(i) for i in range(self.vocab_size))
+        return np.array([piece.startswith(_WORD_MARK) for piece in pieces])
+
+    def text_ids(self) -> np.ndarray:
+        """Returns the ids of the pieces that stand for text, and not for bytes or control."""
+        processor = _parse(self._model, self._path)
+        kinds = (
+            processor.is_control,
+            processor.is_unknown,
+            processor.is_unused,
+            processor.is_byte,
+        )
+        ids = range(self.vocab_size)
+        return np.array([i for i in ids if not any(kind(i) for kind in kinds)], np.int32)
 
     def _operations(self) -> tensorflow_text.SentencepieceTokenizer:
         # Made anew in every graph, which then owns the parsed model. One that is made eagerly

@@ -17,7 +17,6 @@ from absl import logging
 
 from bigbird.core import commands, flags, training
 from bigbird.core.beam_search import DecodingOptions, SpecialIds
-from bigbird.core.checkpoint import load_tf1_checkpoint
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import ExampleSource, open_source
 from bigbird.core.memory import fitting_policy
@@ -40,6 +39,7 @@ _MODEL_FLAGS = (
     "max_decoder_length",
     "num_decoder_layers",
     "couple_encoder_decoder",
+    "own_decoder_positions",
     "eos_id",
     "bos_id",
 )
@@ -60,6 +60,9 @@ commands.define_command_flags()
 flags.DEFINE_integer("max_decoder_length", 128, "Tokens of a summary with its end, at most.")
 flags.DEFINE_integer("num_decoder_layers", None, "Layers of the decoder; the encoder's if unset.")
 flags.DEFINE_bool("couple_encoder_decoder", False, "Whether the decoder shares its weights.")
+flags.DEFINE_bool(
+    "own_decoder_positions", False, "Whether the decoder has a position table of its own."
+)
 flags.DEFINE_float("label_smoothing", 0.1, "Share of the target that is spread over all tokens.")
 
 # How summaries are searched for.
@@ -294,8 +297,7 @@ def main(_):
     config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer, plan_training)
     model = _compiled_model(config, settings)
     print(f"The model has {model.transformer.count_params():,} parameters.")
-    if FLAGS.init_checkpoint:
-        print(load_tf1_checkpoint(model.transformer, FLAGS.init_checkpoint))
+    commands.load_init_checkpoint(model.transformer)
 
     if FLAGS.do_train:
         entropy = surveys["train"].unigram_entropy

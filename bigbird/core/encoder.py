@@ -21,7 +21,6 @@ from bigbird.core import block_layout
 from bigbird.core.attention import MultiHeadedAttentionLayer
 from bigbird.core.config import NORM_TYPES, BigBirdConfig
 from bigbird.core.layers import (
-    LAYER_NORM_EPSILON,
     LayerNorm,
     build_in_scope,
     create_initializer,

@@ -273,7 +273,7 @@ def train(
       settings: of the run.
       config: what else decides the result, as JSON values; such as the model's configuration.
       validation_dataset: finite; scored after every checkpoint.
-      callbacks: further ones of `fit`.
+      callbacks: further ones of `fit`, called before the run is logged and saved.
       verbose: 0 shows nothing, 1 a progress bar, 2 a line at every row of the log; "auto" is 1 on
         a terminal and 2 elsewhere.
 
@@ -316,7 +316,7 @@ def _fit(model, dataset, num_train_steps, recorder, callbacks, verbose):
             model.fit(
                 dataset,
                 steps_per_epoch=num_train_steps - recorder.step,
-                callbacks=[recorder, *callbacks],
+                callbacks=[*callbacks, recorder],
                 verbose=verbose == 1,
             )
     if recorder.stop_requested:

@@ -38,12 +38,13 @@ from bigbird.distillation.toolkit_models import (
     load_teacher,
 )
 from bigbird.distillation.topk_teacher import TopKTeacher
+from bigbird.pretrain.masking import WordMasker
 
 FLAGS = flags.FLAGS
 
 # Flags that decide which sequences there are, by task.
 _DATA_FLAGS = {
-    "masked_lm": ("masked_lm_prob", "seed", "split_documents"),
+    "masked_lm": ("masked_lm_prob", "max_predictions_per_seq", "copies", "seed"),
     "seq2seq": ("max_decoder_length",),
     "next_token": ("split_documents",),
 }
@@ -69,9 +70,13 @@ flags.DEFINE_integer("max_encoder_length", 512, "Tokens of a sequence, at most."
 flags.DEFINE_integer("max_decoder_length", 128, "Tokens of a summary with its end, at most.")
 flags.DEFINE_string("substitute_newline", None, "Text that stands for a newline.")
 flags.DEFINE_bool(
-    "split_documents", False, "Whether the rest of a long document makes further sequences."
+    "split_documents",
+    False,
+    "Whether the rest of a long document makes further sequences, of task next_token.",
 )
-flags.DEFINE_float("masked_lm_prob", 0.15, "Share of the words that are hidden.")
+flags.DEFINE_integer("copies", 1, "Random windows of each document, of task masked_lm.")
+flags.DEFINE_float("masked_lm_prob", 0.15, "Share of the words that is hidden.")
+flags.DEFINE_integer("max_predictions_per_seq", 75, "Pieces to hide in a sequence, at most.")
 flags.DEFINE_integer("k", 100, "Logits to keep of a token, the largest; 0 for all.")
 flags.DEFINE_list("temperatures", ["1.0"], "Temperatures whose normalisers are stored.")
 flags.DEFINE_bool("compact", False, "Whether ids are packed to the bits they need.")
@@ -188,6 +193,16 @@ def _sequences(tokenizer: Tokenizer):
             FLAGS.substitute_newline,
         )
         return sequences.pair_sequences(source, encoder)
+    if FLAGS.task == "masked_lm":
+        masker = WordMasker(
+            tokenizer,
+            special,
+            FLAGS.max_encoder_length,
+            FLAGS.max_predictions_per_seq,
+            FLAGS.masked_lm_prob,
+            FLAGS.substitute_newline,
+        )
+        return sequences.masked_sequences(source, masker, copies=FLAGS.copies, seed=FLAGS.seed)
     windows = sequences.document_windows(
         source,
         tokenizer,
@@ -196,15 +211,7 @@ def _sequences(tokenizer: Tokenizer):
         substitute_newline=FLAGS.substitute_newline,
         split_documents=FLAGS.split_documents,
     )
-    if FLAGS.task == "next_token":
-        return sequences.next_token_sequences(windows)
-    return sequences.masked_sequences(
-        windows,
-        special,
-        tokenizer.vocab_size,
-        masked_lm_prob=FLAGS.masked_lm_prob,
-        seed=FLAGS.seed,
-    )
+    return sequences.next_token_sequences(windows)
 
 
 def _layout(model: LanguageModel, data) -> RecordFormat:

@@ -13,10 +13,7 @@ import tensorflow as tf
 from bigbird.core.data import ExampleSource, replace_newlines
 from bigbird.core.pairs import PairEncoder
 from bigbird.core.vocabulary import SpecialTokens, Tokenizer
-
-# Of the words to predict, as many are replaced by [MASK], and half of the rest by a random word.
-# Devlin et al., arXiv:1810.04805, section 3.1.
-MASK_SHARE = 0.8
+from bigbird.pretrain.masking import WordMasker
 
 
 def document_windows(
@@ -64,44 +61,44 @@ def document_windows(
 
 
 def masked_sequences(
-    windows: tf.data.Dataset,
-    special: SpecialTokens,
-    vocab_size: int,
-    *,
-    masked_lm_prob: float = 0.15,
-    seed: int = 0,
+    source: ExampleSource, masker: WordMasker, *, copies: int = 1, seed: int = 0
 ) -> tf.data.Dataset:
-    """Hides words of sequences: `input_ids`, `mask` of the hidden ones, `labels` there, else -1.
+    """Windows of documents with hidden words: `mask` tells which, `labels` what they were, else -1.
 
-    Which words are hidden depends on (seed, place in the data) only. A sequence with a word hides
-    at least one.
+    What is drawn depends on (seed, place of the document, copy) only.
 
     Args:
-      windows: from `document_windows`.
-      special: ids that are never hidden, and that of [MASK].
-      vocab_size: number of words.
-      masked_lm_prob: share of hidden words.
-      seed: chooses them.
+      source: examples with the field `text`.
+      masker: draws a window and hides words of it.
+      copies: windows of each document.
+      seed: with the place in the data, decides what is drawn.
 
     Raises:
-      ValueError: for a share outside (0, 1], or a [MASK] outside the vocabulary.
+      ValueError: for less than one copy.
     """
-    if not 0 < masked_lm_prob <= 1:
-        raise ValueError(f"masked_lm_prob={masked_lm_prob}: expected a share in (0, 1].")
-    special.check(vocab_size, "mask")
+    if copies < 1:
+        raise ValueError(f"copies={copies}: expected at least 1.")
 
-    def hide(place, ids):
-        is_word = (ids != special.cls) & (ids != special.sep) & (ids != special.pad)
-        draws = tf.random.stateless_uniform([3, tf.size(ids)], [seed, place], alg="philox")
-        lots = tf.where(is_word, draws[0], 1.0)
-        mask = is_word & ((lots < masked_lm_prob) | (lots <= tf.reduce_min(lots)))
-        random_words = tf.cast(draws[2] * tf.cast(vocab_size, tf.float32), tf.int32)
-        input_ids = tf.where(mask & (draws[1] < MASK_SHARE), special.mask, ids)
-        is_random = mask & (draws[1] >= (1 + MASK_SHARE) / 2)
-        input_ids = tf.where(is_random, tf.minimum(random_words, vocab_size - 1), input_ids)
-        return {"input_ids": input_ids, "mask": mask, "labels": tf.where(mask, ids, -1)}
+    def windows(place, example):
+        numbers = tf.data.Dataset.range(place * copies, (place + 1) * copies)
+        return numbers.map(lambda number: hide(example["text"], number))
 
-    return windows.enumerate().map(hide, num_parallel_calls=tf.data.AUTOTUNE)
+    def hide(text, number):
+        features = masker(text, tf.stack([tf.constant(seed, tf.int64), number]))
+        places = features["masked_lm_positions"][:, tf.newaxis]
+        is_prediction = tf.cast(features["masked_lm_weights"], tf.int32)
+        shape = [masker.max_encoder_length]
+        mask = tf.scatter_nd(places, is_prediction, shape) > 0
+        labels = tf.scatter_nd(places, features["masked_lm_ids"] * is_prediction, shape)
+        whole = {
+            "input_ids": features["input_ids"],
+            "mask": mask,
+            "labels": tf.where(mask, labels, -1),
+        }
+        is_token = features["input_ids"] != masker.special.pad
+        return {name: tf.boolean_mask(values, is_token) for name, values in whole.items()}
+
+    return source.dataset.enumerate().flat_map(windows)
 
 
 def next_token_sequences(windows: tf.data.Dataset) -> tf.data.Dataset:

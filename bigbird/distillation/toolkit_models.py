@@ -17,7 +17,7 @@ import tf_keras as keras
 
 from bigbird.core.checkpoint import CheckpointError, LoadReport, load_initial_weights
 from bigbird.core.config import BigBirdConfig
-from bigbird.core.layers import create_initializer
+from bigbird.core.layers import create_initializer, get_activation
 from bigbird.core.modeling import BertModel, TransformerModel
 from bigbird.distillation.students import (
     LanguageModel,
@@ -42,14 +42,14 @@ def new_model(task: str, config: BigBirdConfig) -> LanguageModel:
         return sequence_to_sequence_model(TransformerModel(config))
     if task == "masked_lm":
         bert = BertModel(config)
-        # Nothing reads the pooler, so there is nothing to train it by.
+        # Hidden words do not reach it.
         bert.pooler.trainable = False
         predictions = MaskedLMLayer(
             config.hidden_size,
             config.vocab_size,
             bert.embeddings,
             create_initializer(config.initializer_range),
-            config.hidden_act,
+            get_activation(config.hidden_act),
             layer_norm_epsilon=config.layer_norm_epsilon,
         )
         return masked_language_model(bert, predictions)

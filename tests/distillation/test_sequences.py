@@ -1,4 +1,4 @@
-"""Claims about the sequences a teacher reads: whole, hidden by seed and place, in one order."""
+"""Claims about the sequences a teacher reads: the same ones in the same order, every time."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from bigbird.core.data import open_source
 from bigbird.core.pairs import PairEncoder
 from bigbird.core.vocabulary import SpecialTokens, Tokenizer
 from bigbird.distillation import sequences
+from bigbird.pretrain.masking import WordMasker
 
 SPECIAL = SpecialTokens()
 TEXTS = ["attention block sparse " * 30, "dense matrix", ""]
@@ -40,27 +41,28 @@ def test_documents_are_cut_or_split_into_windows(source, tokenizer):
     assert cut[0] == split[0] and cut[1:] == split[-2:]
 
 
-def test_words_are_hidden_by_seed_and_place(source, tokenizer):
-    windows = sequences.document_windows(source, tokenizer, SPECIAL, 100)
+def test_words_are_hidden_by_seed_place_and_copy(source, tokenizer):
+    masker = WordMasker(tokenizer, SPECIAL, 40, 10, 0.15)
 
-    def hidden(seed):
-        dataset = sequences.masked_sequences(windows, SPECIAL, tokenizer.vocab_size, seed=seed)
+    def hidden(seed, copies=1):
+        dataset = sequences.masked_sequences(source, masker, copies=copies, seed=seed)
         return list(dataset.as_numpy_iterator())
 
-    for ids, sequence in zip(windows.as_numpy_iterator(), hidden(0), strict=True):
-        mask, labels = sequence["mask"], sequence["labels"]
-        np.testing.assert_array_equal(labels, np.where(mask, ids, -1))
-        np.testing.assert_array_equal(sequence["input_ids"][~mask], ids[~mask])
-        assert not mask[0] and not mask[-1]
-        # A sequence with a word hides at least one.
-        assert mask.sum() >= min(len(ids) - 2, 1)
-    long = hidden(0)[0]
-    assert 5 <= long["mask"].sum() <= 30
-    share = np.mean(long["input_ids"][long["mask"]] == SPECIAL.mask)
-    assert 0.5 < share <= 1.0
-    again, other = hidden(0)[0], hidden(1)[0]
-    np.testing.assert_array_equal(long["input_ids"], again["input_ids"])
-    assert not np.array_equal(long["mask"], other["mask"])
+    for sequence in hidden(0):
+        ids, mask, labels = (sequence[name] for name in ("input_ids", "mask", "labels"))
+        assert len(ids) == len(mask) == len(labels) and SPECIAL.pad not in ids
+        assert ids[0] == SPECIAL.cls and ids[-1] == SPECIAL.sep
+        assert (labels[mask] > 0).all() and (labels[~mask] == -1).all()
+    first, again = hidden(0)[0], hidden(0)[0]
+    np.testing.assert_array_equal(first["input_ids"], again["input_ids"])
+    shown = np.where(first["mask"], first["labels"], first["input_ids"])[1:-1].tolist()
+    text = pieces(tokenizer, TEXTS[0])
+    # The window is a part of the text.
+    assert any(text[i : i + len(shown)] == shown for i in range(len(text)))
+    assert not np.array_equal(first["labels"], hidden(1)[0]["labels"])
+    copies = hidden(0, copies=2)
+    assert len(copies) == 2 * len(TEXTS)
+    assert not np.array_equal(copies[0]["labels"], copies[1]["labels"])
 
 
 def test_the_last_token_of_a_text_predicts_nothing(source, tokenizer):
@@ -84,6 +86,5 @@ def test_pairs_have_no_padding_and_all_words_of_the_summary_take_part(
 def test_settings_that_cannot_be_are_refused(source, tokenizer):
     with pytest.raises(ValueError, match="max_length=2"):
         sequences.document_windows(source, tokenizer, SPECIAL, 2)
-    windows = sequences.document_windows(source, tokenizer, SPECIAL, 20)
-    with pytest.raises(ValueError, match="masked_lm_prob=0.0"):
-        sequences.masked_sequences(windows, SPECIAL, 120, masked_lm_prob=0.0)
+    with pytest.raises(ValueError, match="copies=0"):
+        sequences.masked_sequences(source, WordMasker(tokenizer, SPECIAL, 9, 2, 0.1), copies=0)

@@ -389,9 +389,7 @@ def _attend(query, keys, values, mask):
       mask: boolean, broadcastable to `[B, H, K, S]`.
     """
     query *= tf.cast(query.shape[-1] ** -0.5, query.dtype)
-    scores = tf.matmul(
-        query[:, :, :, tf.newaxis], keys[:, :, tf.newaxis], transpose_b=True
-    )
+    scores = tf.matmul(query[:, :, :, tf.newaxis], keys[:, :, tf.newaxis], transpose_b=True)
     probabilities = masked_softmax(tf.cast(scores, tf.float32), mask[:, :, :, tf.newaxis])
     probabilities = tf.cast(probabilities, values.dtype)
     return tf.squeeze(tf.matmul(probabilities, values[:, :, tf.newaxis]), axis=3)

@@ -83,11 +83,6 @@ class LayerNorm(keras.layers.LayerNormalization):
         return super().call(inputs)
 
 
-def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON):
-    """Returns a LayerNorm (Ba et al., arXiv:1607.06450)."""
-    return LayerNorm(epsilon=epsilon, name=name)
-
-
 def join_heads(tensor):
     """`[B, L, H, E]` -> `[B, L, D]`."""
     length = tensor.shape[1] if tensor.shape[1] is not None else tf.shape(tensor)[1]

@@ -40,7 +40,7 @@ class DecodingOptions:
       alpha, beam_start: of the length normalisation; alpha 0 does not normalise.
       early_stopping: True ends the search for a document once it has `beam_size` finished texts and
         no live one, at its present length, scores better than the worst of them. False goes on
-        until no live one could become the best at any length, which is what taking every step gives.
+        until no live one could become the best at any length, as if every step were taken.
       sample: draws tokens instead of taking the likeliest; `beam_size` must be 1.
       temperature: divides the logits before a draw.
       top_k: draws from the k likeliest tokens; 0 from all.
@@ -145,7 +145,7 @@ class Decoded(NamedTuple):
     scores: tf.Tensor
 
 
-# `step(tokens, position, cache, visible)` writes the tokens [B, K] of one position, an int32 scalar,
+# `step(tokens, position, cache, visible)` writes the tokens [B, K] of a position, an int32 scalar,
 # into the cache, slot by slot, and returns (logits of the next tokens [B, K, V], cache). `visible`,
 # boolean [B or 1, K or 1, C, K], tells which (position, slot) pairs are a beam's past and present.
 Step = Callable[[tf.Tensor, tf.Tensor, Any, tf.Tensor], tuple[tf.Tensor, Any]]

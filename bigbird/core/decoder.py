@@ -7,8 +7,8 @@ K beams, D model, H heads, E per head.
     x = block(cross-attention, x)     to the encoded document
     x = block(feed-forward, x)
 
-where a block is pre- or post-norm as in `encoder.py`. Attention is full. The stack has one LayerNorm
-more: on its input if post-norm, on its output if pre-norm.
+where a block is pre- or post-norm as in `encoder.py`. Attention is full. The stack has one more
+LayerNorm: on its input if post-norm, on its output if pre-norm.
 
 A decoder layer is an encoder layer with cross-attention in the middle. In a coupled model it shares
 with its encoder layer everything that both have, as the same layer objects.
@@ -179,7 +179,9 @@ class DecoderLayer(EncoderLayer):
         """
         inner = self._before(self.attention_norm, hidden)
         new = self.attention.keys_and_values(inner, beams)
-        cache = KeysValues(*(write_position(*pair, position) for pair in zip(cache, new)))
+        cache = KeysValues(
+            *(write_position(*pair, position) for pair in zip(cache, new, strict=True))
+        )
         query = self.attention.queries(inner, beams)
         context = _attend(query, *(_join_positions_and_beams(x) for x in cache), visible)
         hidden = self._after(self.attention_norm, hidden, self.attention_output(_rows(context)))

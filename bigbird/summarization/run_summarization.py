@@ -21,7 +21,7 @@ from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import ExampleSource, open_source
 from bigbird.core.memory import fitting_policy
 from bigbird.core.optimization import InverseSqrtWarmup
-from bigbird.core.pairs import PairEncoder, pair_dataset, survey_pairs
+from bigbird.core.pairs import PairEncoder, pair_dataset, survey_pairs, warn_of_empty_documents
 from bigbird.core.predictions import predict_to_file, read_predictions
 from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 from bigbird.summarization import rouge
@@ -306,11 +306,9 @@ def main(_):
     _check_options(options, config)
     encoder = pair_encoder(Tokenizer(find_vocabulary(FLAGS.vocab_model_file)))
     sources = commands.open_sources(_open_split, FLAGS.eval_split, "document")
-    surveys = {
-        name: survey_pairs(source, encoder)
-        for name, source in sources.items()
-        if name != "input_file"
-    }
+    if documents := sources.pop("input_file", None):
+        warn_of_empty_documents(documents)
+    surveys = {split: survey_pairs(source, encoder) for split, source in sources.items()}
     config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer, plan_training)
     model = _compiled_model(config, settings)
     print(f"The model has {model.transformer.count_params():,} parameters.")
@@ -344,9 +342,7 @@ def main(_):
         print(f"Exported to {path}.")
     if FLAGS.do_predict:
         output_file = FLAGS.output_file or os.path.join(settings.output_dir, "predictions.jsonl")
-        summarize_file(
-            served, sources["input_file"], output_file, settings.eval_batch_size, identity
-        )
+        summarize_file(served, documents, output_file, settings.eval_batch_size, identity)
         print(f"Wrote the summaries to {output_file}.")
 
 

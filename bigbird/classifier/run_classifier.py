@@ -4,68 +4,39 @@
         --do_eval --do_export
 
 The way of a run: flags -> data sources, checked -> `BertClassifier` -> `training.train`,
-`training.evaluate`, `training.export_saved_model`, `predict_file`. With `--do_train=False` the run
+`training.evaluate`, `training.export_saved_model`, `score_file`. With `--do_train=False` the run
 in `--output_dir` says what the model is; flags need not repeat it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import os
 from collections.abc import Sequence
 
 import tensorflow as tf
 import tf_keras as keras
 
-from bigbird.core import flags, training
-from bigbird.core.callbacks import write_atomically
-from bigbird.core.checkpoint import load_tf1_checkpoint
-from bigbird.core.config import DECODER_FIELDS, MEMORY_FIELDS, BigBirdConfig
+from bigbird.core import commands, flags, training
+from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import (
     ExampleSource,
     classification_dataset,
     encode_documents,
     open_source,
 )
-from bigbird.core.devices import create_strategy, precision_scope
 from bigbird.core.layers import build_in_scope, create_initializer
 from bigbird.core.memory import fitting_policy
 from bigbird.core.modeling import BertModel
-from bigbird.core.optimization import LinearWarmupLinearDecay, create_optimizer
+from bigbird.core.optimization import LinearWarmupLinearDecay
+from bigbird.core.predictions import predict_to_file
 from bigbird.core.recompute_grad import RecomputingDropout
 from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 
 FLAGS = flags.FLAGS
 
-# Flags that say what a trained model computes.
-_MODEL_FLAGS = (
-    *(
-        field.name
-        for field in dataclasses.fields(BigBirdConfig)
-        if field.name not in (*MEMORY_FIELDS, *DECODER_FIELDS, "pad_token_id")
-    ),
-    "pad_id",
-    "vocab_model_file",
-    "substitute_newline",
-    "num_labels",
-    "cls_id",
-    "sep_id",
-)
-# Flags that decide how it is trained, besides the training settings.
-_TRAINING_FLAGS = (
-    "data_dir",
-    "pad_to_batch",
-    "init_checkpoint",
-    "optimizer",
-    "learning_rate",
-    "num_warmup_steps",
-    "weight_decay_rate",
-    "optimizer_beta1",
-    "optimizer_beta2",
-    "optimizer_epsilon",
-)
+# Flags that say what a trained classifier computes.
+_MODEL_FLAGS = (*commands.MODEL_FLAGS, "num_labels", "cls_id", "sep_id")
 
 flags.define_task_flags(
     data_dir="tfds://imdb_reviews/plain_text",
@@ -78,23 +49,8 @@ flags.define_task_flags(
     num_warmup_steps=1000,
     save_checkpoints_steps=1000,
 )
+commands.define_command_flags()
 flags.DEFINE_integer("num_labels", 2, "Number of classes.")
-flags.DEFINE_bool(
-    "pad_to_batch",
-    False,
-    "Whether to pad a batch to its longest document instead of --max_encoder_length.",
-)
-flags.DEFINE_string(
-    "validation_split",
-    None,
-    "Split that is scored at every checkpoint and chooses the best one; the last evaluation is "
-    "always of the test split.",
-)
-flags.DEFINE_bool("do_predict", False, "Whether to score the documents of --input_file.")
-flags.DEFINE_string(
-    "input_file", None, "Documents to score: .jsonl or .csv with `text`, or .txt, one a line."
-)
-flags.DEFINE_string("output_file", None, "Scores; OUTPUT_DIR/predictions.jsonl where unset.")
 
 
 class ClassifierLossLayer(keras.layers.Layer):
@@ -292,49 +248,14 @@ def _batches_of_flags(source, is_training=False, start_step=0):
     )
 
 
-def _settings() -> training.TrainingSettings:
-    return training.TrainingSettings(
-        output_dir=FLAGS.output_dir,
-        num_train_steps=FLAGS.num_train_steps,
-        train_batch_size=FLAGS.train_batch_size,
-        eval_batch_size=FLAGS.eval_batch_size,
-        save_checkpoints_steps=FLAGS.save_checkpoints_steps,
-        log_steps=FLAGS.log_steps,
-        keep_checkpoints=FLAGS.keep_checkpoints,
-        best_metric="accuracy",
-        best_mode="max",
-        seed=FLAGS.seed,
-        gradient_accumulation_steps=FLAGS.gradient_accumulation_steps,
-        jit_compile=FLAGS.jit_compile,
-        mixed_precision=FLAGS.mixed_precision,
-    )
-
-
 def _compiled_model(config: BigBirdConfig, settings: training.TrainingSettings) -> BertClassifier:
-    # The command owns its process: one seed decides the initial weights.
-    keras.utils.set_random_seed(FLAGS.seed)
-    strategy = create_strategy(
-        use_tpu=FLAGS.use_tpu,
-        tpu_name=FLAGS.tpu_name,
-        master=FLAGS.master,
-        tpu_zone=FLAGS.tpu_zone,
-        tpu_job_name=FLAGS.tpu_job_name,
-        gcp_project=FLAGS.gcp_project,
-    )
-    with precision_scope(settings.mixed_precision), strategy.scope():
+    with commands.model_scope():
         model = BertClassifier(config, FLAGS.num_labels)
-        optimizer = create_optimizer(
-            FLAGS.optimizer,
-            LinearWarmupLinearDecay(
-                FLAGS.learning_rate, FLAGS.num_train_steps, FLAGS.num_warmup_steps
-            ),
-            weight_decay_rate=FLAGS.weight_decay_rate,
-            beta_1=FLAGS.optimizer_beta1,
-            beta_2=FLAGS.optimizer_beta2,
-            epsilon=FLAGS.optimizer_epsilon,
+        schedule = LinearWarmupLinearDecay(
+            FLAGS.learning_rate, FLAGS.num_train_steps, FLAGS.num_warmup_steps
         )
         model.compile(
-            optimizer,
+            commands.optimizer(schedule),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
             **settings.compile_arguments(),
@@ -356,54 +277,23 @@ def _encoder_of_strings():
     )
 
 
-def predict_file(served: ServedClassifier, source: ExampleSource, output_file, batch_size: int):
+def score_file(
+    served: ServedClassifier, source: ExampleSource, output_file, batch_size: int, identity
+):
     """Scores documents, one JSON line each, in their order.
 
-    A line holds `index`, `label`, `probabilities` and, where classes have names, `name`. The file
-    appears when all are scored.
+    A line holds `index`, `label`, `probabilities` and, where classes have names, `name`. Killed and
+    called again, it goes on; see `predictions.predict_to_file`.
     """
-    tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(output_file)))
-    lines = []
-    progress = keras.utils.Progbar(
-        source.num_examples, unit_name="document", verbose=training.verbosity()
-    )
-    for batch in source.dataset.batch(batch_size):
-        scores = {key: value.numpy().tolist() for key, value in served.serve(batch["text"]).items()}
-        for label, probabilities in zip(scores["label"], scores["probabilities"], strict=True):
-            line = {"index": len(lines), "label": label, "probabilities": probabilities}
-            if served.label_names:
-                line["name"] = served.label_names[label]
-            lines.append(line)
-        progress.update(len(lines))
-    write_atomically(output_file, "".join(f"{json.dumps(line)}\n" for line in lines))
 
+    def score(batch):
+        scores = served.serve(tf.constant(batch["text"]))
+        columns = {key: value.numpy().tolist() for key, value in scores.items()}
+        if served.label_names:
+            columns["name"] = [served.label_names[label] for label in columns["label"]]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-def _check_request():
-    if not (FLAGS.do_train or FLAGS.do_eval or FLAGS.do_export or FLAGS.do_predict):
-        raise ValueError("Nothing to do: give --do_train, --do_eval, --do_export or --do_predict.")
-    if FLAGS.validation_split == "train":
-        raise ValueError("--validation_split=train: expected another split than the training one.")
-    if FLAGS.do_predict and not FLAGS.input_file:
-        raise ValueError("--do_predict needs --input_file: a .jsonl, .csv or .txt of documents.")
-
-
-def _identity(config):
-    """Returns what decides the result of a run, besides the training settings."""
-    values = {name: FLAGS[name].value for name in (*_MODEL_FLAGS, *_TRAINING_FLAGS)}
-    resolved = {name: getattr(config, name) for name in ("vocab_size", *MEMORY_FIELDS)}
-    return {**values, **resolved}
-
-
-def _open_sources() -> dict[str, ExampleSource]:
-    """Opens and checks all that the flags ask to read, before anything else is done."""
-    splits = ["train", FLAGS.validation_split] if FLAGS.do_train else []
-    splits += ["test"] if FLAGS.do_eval else []
-    sources = {split: _open_split(split) for split in splits if split}
-    if FLAGS.do_predict:
-        sources["input_file"] = open_source(
-            FLAGS.input_file, None, fields=("text",), flag="input_file"
-        )
-    return sources
+    predict_to_file(source, score, output_file, identity, batch_size, training.verbosity())
 
 
 def _label_names(sources, run):
@@ -419,43 +309,32 @@ def _label_names(sources, run):
     return next(iter(names.values()), None)
 
 
-def _weights_of_the_run(model, settings) -> int:
-    """Loads the newest weights of `output_dir`, or keeps those of `init_checkpoint`: their step."""
-    if FLAGS.init_checkpoint and not training.has_weights(settings.output_dir):
-        return 0
-    return training.restore_weights(model, settings.output_dir)
-
-
 def main(_):
     """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
-    _check_request()
-    run = training.read_configuration(FLAGS.output_dir) or {}
-    if not FLAGS.do_train:
-        flags.adopt(run, _MODEL_FLAGS)
-    settings = _settings()
+    commands.check_command_flags()
+    run = commands.adopt_run(_MODEL_FLAGS)
+    settings = commands.training_settings(best_metric="accuracy", best_mode="max")
     config = flags.model_config()
-    if not FLAGS.do_train:
-        training.check_configuration(settings.output_dir, _identity(config), _MODEL_FLAGS)
-    sources = _open_sources()
+    sources = commands.open_sources(_open_split, "test", "text")
     label_names = _label_names(sources.values(), run)
     config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer)
     model = _compiled_model(config, settings)
     print(f"The model has {model.count_params():,} parameters.")
-    if FLAGS.init_checkpoint:
-        print(load_tf1_checkpoint(model.bert, FLAGS.init_checkpoint, head=model.classifier))
+    commands.load_init_checkpoint(model.bert, {"classifier": model.classifier})
 
     if FLAGS.do_train:
+        identity = commands.identity(config, (*_MODEL_FLAGS, *commands.TRAINING_FLAGS))
         validation = sources.get(FLAGS.validation_split)
         training.train(
             model,
             lambda start_step: _batches_of_flags(sources["train"], True, start_step),
             settings,
-            config={**_identity(config), "label_names": label_names},
+            config={**identity, "label_names": label_names},
             validation_dataset=validation and _batches_of_flags(validation),
         )
         step = settings.num_train_steps
     else:
-        step = _weights_of_the_run(model, settings)
+        step = commands.weights_of_the_run(model)
 
     if FLAGS.do_eval:
         test = _batches_of_flags(sources["test"])
@@ -468,7 +347,9 @@ def main(_):
         print(f"Exported to {path}.")
     if FLAGS.do_predict:
         output_file = FLAGS.output_file or os.path.join(settings.output_dir, "predictions.jsonl")
-        predict_file(served, sources["input_file"], output_file, FLAGS.eval_batch_size)
+        names = (*_MODEL_FLAGS, "output_dir", "init_checkpoint", "mixed_precision")
+        identity = {**commands.identity(config, names), "step": step}
+        score_file(served, sources["input_file"], output_file, settings.eval_batch_size, identity)
         print(f"Wrote the scores to {output_file}.")
 
 

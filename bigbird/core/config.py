@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from bigbird.core.block_layout import PatternOptions
+
 ATTENTION_TYPES = ("original_full", "simulated_sparse", "block_sparse")
 NORM_TYPES = ("prenorm", "postnorm")
 PATTERN_LENGTHS = ("model", "input")
@@ -69,6 +71,13 @@ class BigBirdConfig:
     num_rand_blocks: int = 3
     max_encoder_length: int = 1024
     pattern_length: str = "model"
+    num_window_blocks: int = 3
+    num_global_blocks: int = 1
+    global_token_positions: tuple[int, ...] = ()
+    random_from_whole_sequence: bool = False
+    unseen_random_blocks: bool = False
+    pattern_seed: int = 0
+    sparse_attention_dropout: bool = False
 
     max_decoder_length: int = 128
     num_decoder_layers: int | None = None
@@ -83,6 +92,8 @@ class BigBirdConfig:
     memory_budget_gb: float | None = None
 
     def __post_init__(self):
+        positions = tuple(int(position) for position in self.global_token_positions)
+        object.__setattr__(self, "global_token_positions", positions)
         self._check_positive()
         self._check_choices()
         for field in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
@@ -101,6 +112,7 @@ class BigBirdConfig:
                 f"(max_position_embeddings={self.max_position_embeddings}): shorten "
                 "--max_encoder_length or enlarge --max_position_embeddings."
             )
+        self.pattern.check(self.max_encoder_length)
         if self.couple_encoder_decoder and self.decoder_depth != self.num_hidden_layers:
             raise ValueError(
                 f"couple_encoder_decoder shares the weights of {self.num_hidden_layers} encoder "
@@ -120,12 +132,18 @@ class BigBirdConfig:
             "block_size",
             "max_encoder_length",
             "max_decoder_length",
-            "decoder_depth",
             "beam_size",
             "gradient_checkpointing_every_n",
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}: expected at least 1.")
+        if self.num_decoder_layers is not None and self.num_decoder_layers < 1:
+            raise ValueError(
+                f"num_decoder_layers={self.num_decoder_layers}: expected at least 1, or None for "
+                "as many as the encoder has."
+            )
+        if self.alpha < 0:
+            raise ValueError(f"alpha={self.alpha}: expected at least 0.")
         if self.num_rand_blocks < 0:
             raise ValueError(f"num_rand_blocks={self.num_rand_blocks}: expected at least 0.")
         if not self.layer_norm_epsilon > 0:
@@ -148,6 +166,18 @@ class BigBirdConfig:
     def head_size(self) -> int:
         """Width E of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def pattern(self) -> PatternOptions:
+        """What the sparse pattern has beyond that of 2021."""
+        return PatternOptions(
+            self.num_window_blocks,
+            self.num_global_blocks,
+            self.global_token_positions,
+            self.random_from_whole_sequence,
+            self.unseen_random_blocks,
+            self.pattern_seed,
+        )
 
     @property
     def decoder_depth(self) -> int:

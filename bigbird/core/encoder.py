@@ -12,6 +12,8 @@ Source: Vaswani et al., arXiv:1706.03762; Xiong et al., arXiv:2002.04745 (pre-no
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 import tf_keras as keras
 
@@ -69,6 +71,8 @@ class EncoderLayer(keras.layers.Layer):
         pattern_length: str = "model",
         max_position_embeddings: int = block_layout.BUILT_FOR_LENGTH,
         recompute_attention: bool = False,
+        pattern=block_layout.BIGBIRD_2021,
+        sparse_attention_dropout: bool = False,
         layer_norm_epsilon: float = LAYER_NORM_EPSILON,
         **kwargs,
     ):
@@ -79,6 +83,7 @@ class EncoderLayer(keras.layers.Layer):
           use_bias: of the attention's projections; the feed-forward always has biases.
           seed: of the random blocks.
           recompute_attention: whether the backward pass recomputes the attention block.
+          pattern, sparse_attention_dropout: as of `MultiHeadedAttentionLayer`.
 
         Raises:
           ValueError: for an unknown norm type.
@@ -103,7 +108,6 @@ class EncoderLayer(keras.layers.Layer):
         self.pattern_length = pattern_length
         self.max_position_embeddings = max_position_embeddings
         self.recompute_attention = recompute_attention
-        self.layer_norm_epsilon = layer_norm_epsilon
 
         scope = self.name
         self.attention = MultiHeadedAttentionLayer(
@@ -122,6 +126,8 @@ class EncoderLayer(keras.layers.Layer):
             name=f"{scope}/attention/self",
             pattern_length=pattern_length,
             max_position_embeddings=max_position_embeddings,
+            pattern=pattern,
+            sparse_attention_dropout=sparse_attention_dropout,
         )
         self.attention_output = self._dense("attention/output/dense", hidden_size, use_bias)
         self.intermediate = self._dense(
@@ -136,11 +142,11 @@ class EncoderLayer(keras.layers.Layer):
         )
         # The norms sit where 2021 checkpoints have them.
         if norm_type == "prenorm":
-            self.attention_norm = self._norm("attention/self/LayerNorm")
-            self.output_norm = self._norm("intermediate/LayerNorm")
+            self.attention_norm = LayerNorm(name=f"{scope}/attention/self/LayerNorm")
+            self.output_norm = LayerNorm(name=f"{scope}/intermediate/LayerNorm")
         else:
-            self.attention_norm = self._norm("attention/output/LayerNorm")
-            self.output_norm = self._norm("output/LayerNorm")
+            self.attention_norm = LayerNorm(name=f"{scope}/attention/output/LayerNorm")
+            self.output_norm = LayerNorm(name=f"{scope}/output/LayerNorm")
 
     def _dense(self, path, units, use_bias=True, activation=None):
         return keras.layers.Dense(
@@ -150,9 +156,6 @@ class EncoderLayer(keras.layers.Layer):
             kernel_initializer=create_initializer(self.initializer_range),
             name=f"{self.name}/{path}",
         )
-
-    def _norm(self, path):
-        return LayerNorm(self.layer_norm_epsilon, name=f"{self.name}/{path}")
 
     def build(self, input_shape):
         hidden_shape = [*input_shape[:-1], self.hidden_size]
@@ -242,8 +245,9 @@ class EncoderLayer(keras.layers.Layer):
             "norm_type": self.norm_type,
             "pattern_length": self.pattern_length,
             "max_position_embeddings": self.max_position_embeddings,
+            "pattern": dataclasses.asdict(self.attention.pattern),
+            "sparse_attention_dropout": self.attention.sparse_attention_dropout,
             "recompute_attention": self.recompute_attention,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
         }
 
 
@@ -320,8 +324,9 @@ class EncoderStack(keras.layers.Layer):
             norm_type=config.norm_type,
             pattern_length=config.pattern_length,
             max_position_embeddings=config.max_position_embeddings,
+            pattern=config.pattern,
+            sparse_attention_dropout=config.sparse_attention_dropout,
             recompute_attention=config.checkpointing_policy == "attention",
-            layer_norm_epsilon=config.layer_norm_epsilon,
         )
 
     def build(self, input_shape):

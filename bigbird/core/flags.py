@@ -81,6 +81,24 @@ DEFINE_enum(
     list(PATTERN_LENGTHS),
     "Whose length decides the pattern: the model's (2021) or each input's (Hugging Face).",
 )
+DEFINE_integer("num_window_blocks", 3, "Blocks of the window around a row's own; odd.")
+DEFINE_integer("num_global_blocks", 1, "Blocks at either end that see and are seen by all.")
+DEFINE_list("global_token_positions", [], "Tokens whose blocks are global too, by position.")
+DEFINE_bool(
+    "random_from_whole_sequence",
+    False,
+    "Whether random blocks come from the whole sequence at 1,024 to 4,096 tokens too, and not from "
+    "its first 1,024.",
+)
+DEFINE_bool(
+    "unseen_random_blocks", False, "Whether a row draws only random blocks that it does not see."
+)
+DEFINE_integer("pattern_seed", 0, "Added to a layer's index to seed its random blocks.")
+DEFINE_bool(
+    "sparse_attention_dropout",
+    False,
+    "Whether attention_probs_dropout_prob applies to the sparse types; in 2021 it did not.",
+)
 
 # Memory.
 DEFINE_bool(

@@ -6,7 +6,6 @@ further line is one example's. A process that is killed loses at most the batch 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from absl import logging
 
 from bigbird.core.callbacks import differences
 from bigbird.core.data import ExampleSource
+from bigbird.core.run_lock import hold
 
 
 def predict_to_file(
@@ -43,7 +43,7 @@ def predict_to_file(
       path: local file, which appears under this name when it is whole.
       identity: what decides the predictions, as JSON values; such as the weights and settings.
       batch_size: examples of a batch.
-      verbose: 0 shows nothing, 1 a progress bar, 2 the bar's end alone.
+      verbose: 0 shows nothing, 1 a progress bar, 2 a line in a minute.
 
     Raises:
       ValueError: if `path` is not local, another process writes to it, or the predictions that were
@@ -55,7 +55,7 @@ def predict_to_file(
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     partial = f"{path}.partial"
     with open(partial, "a+b") as file:
-        _lock(file)
+        hold(file, partial)
         done = _take_up(file, identity)
         if done:
             logging.info("%s holds %d of %d already.", partial, done, source.num_examples)
@@ -65,6 +65,9 @@ def predict_to_file(
             _append(file, rows)
             done += len(rows)
             progress.update(done)
+            if verbose == 2:
+                told = (done, source.num_examples, partial)
+                logging.log_every_n_seconds(logging.INFO, "%d of %d examples are in %s.", 60, *told)
         _copy_without_header(file, path)
         os.remove(partial)
 
@@ -84,16 +87,6 @@ def _fingerprint(source: ExampleSource) -> str:
             encoded = value if isinstance(value, bytes) else str(value).encode()
             values.update(f"{field} {len(encoded)} ".encode() + encoded)
     return values.hexdigest()
-
-
-def _lock(file: BinaryIO):
-    # The system gives it back when the process ends, however it ends.
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(
-            f"Another process writes to {file.name}: wait for it, or choose another --output_file."
-        ) from error
 
 
 def _take_up(file: BinaryIO, identity: Mapping[str, Any]) -> int:

@@ -169,8 +169,24 @@ def decoding_options() -> DecodingOptions:
         seed=FLAGS.seed,
         no_repeat_ngram_size=FLAGS.no_repeat_ngram_size,
         repetition_penalty=FLAGS.repetition_penalty,
-        forced_first_ids=tuple(map(int, FLAGS.forced_first_ids)),
+        forced_first_ids=_forced_first_ids(),
     )
+
+
+def _forced_first_ids() -> tuple[int, ...]:
+    try:
+        return tuple(map(int, FLAGS.forced_first_ids))
+    except ValueError as error:
+        raise ValueError(
+            f"--forced_first_ids={','.join(FLAGS.forced_first_ids)}: expected numbers with commas "
+            "between them."
+        ) from error
+
+
+def _check_evaluation():
+    for name, least in (("max_eval_steps", 0), ("lead_sentences", 1)):
+        if FLAGS[name].value < least:
+            raise ValueError(f"--{name}={FLAGS[name].value}: expected at least {least}.")
 
 
 def _open_split(split) -> ExampleSource:
@@ -283,6 +299,7 @@ def _identity_of_summaries(options: DecodingOptions, step: int):
 def main(_):
     """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
     commands.check_command_flags()
+    _check_evaluation()
     commands.adopt_run(_MODEL_FLAGS)
     settings = commands.training_settings(best_metric="loss", best_mode="min")
     config, options = flags.model_config(), decoding_options()

@@ -120,7 +120,7 @@ def test_a_finished_file_stays_until_the_next_is_whole(path):
 def test_two_processes_do_not_write_one_file(path, partial):
     with open(partial, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="Another process writes"):
+        with pytest.raises(ValueError, match="Another process is writing to"):
             predict_to_file(numbers(10), doubled, path, IDENTITY, 3)
 
 

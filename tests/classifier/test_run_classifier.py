@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl.testing import flagsaver
 
 from bigbird.classifier import run_classifier
-from bigbird.core import flags, training
+from bigbird.core import checkpoint, flags, training
 
 FOLDER = pathlib.Path(run_classifier.__file__).parent
 TINY = {

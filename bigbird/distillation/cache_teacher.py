@@ -335,10 +335,7 @@ class Progress:
 
 def run():
     """Entry of the installed command."""
-    try:
-        flags.run(main)
-    except OSError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    flags.run(main)
 
 
 if __name__ == "__main__":

@@ -149,29 +149,23 @@ class Distiller(training.SeededModel):
         """A batch -> the student's hidden states `[B, L, D]`."""
         return self.student.hidden_states(features, training)
 
+    def loss(self, features):
+        """The loss of a batch: float32 `[]`."""
+        return self.compute_loss(features, y_pred=self(features, training=True))
+
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         """The loss of a batch `x` with the student's hidden states `y_pred`: float32 `[]`."""
         del y, sample_weight
         rows = self._rows(x, y_pred)
         tokens = tf.reduce_sum(tf.cast(rows["mask"], tf.float32))
-        share = self.label_share
         targets = self._targets(rows, self.temperature)
-        options = {"temperature": self.temperature, "tail": self.tail}
-        if share < 1.0:
-            labels = (
-                {"labels": rows["labels"], "label_weight": share / (1 - share)} if share else {}
-            )
-            loss = (1 - share) * self._topk_kl(rows, targets, **options, **labels)
-        else:
-            loss = self._label_loss(rows)
+        loss = self._divergence(rows, targets)
         if self.state_weight:
             loss += self.state_weight * self._state_loss(rows)
         found = {"loss": loss}
         if self.mode != "online" and targets.carries_mass_at(self.temperature):
-            mass = tf.exp(targets.log_mass())
-            found["kept_mass"] = tf.math.divide_no_nan(
-                tf.reduce_sum(tf.where(rows["mask"], mass, 0.0)), tokens
-            )
+            mass = tf.where(rows["mask"], tf.exp(targets.log_mass()), 0.0)
+            found["kept_mass"] = tf.math.divide_no_nan(tf.reduce_sum(mass), tokens)
         self._update(found, tokens)
         # The gradients of the replicas are added up.
         return loss / tf.distribute.get_strategy().num_replicas_in_sync
@@ -251,6 +245,15 @@ class Distiller(training.SeededModel):
             rows["count"],
             temperature,
         )
+
+    def _divergence(self, rows, targets):
+        """(1 - α) T² KL + α CE, a mean over tokens."""
+        share = self.label_share
+        if share == 1.0:
+            return self._label_loss(rows)
+        labels = {"labels": rows["labels"], "label_weight": share / (1 - share)} if share else {}
+        options = {"temperature": self.temperature, "tail": self.tail}
+        return (1 - share) * self._topk_kl(rows, targets, **options, **labels)
 
     def _topk_kl(self, rows, targets, **options):
         head = self.student.head()

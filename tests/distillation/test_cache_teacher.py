@@ -8,45 +8,26 @@ import sys
 import numpy as np
 import pytest
 import tf_keras
-from absl.testing import flagsaver
 
-from bigbird.core import flags
-from bigbird.core.checkpoint import save_safetensors
-from bigbird.core.config import BigBirdConfig
 from bigbird.core.vocabulary import vocabulary_size
 from bigbird.distillation import cache_teacher
 from bigbird.distillation.cache import TeacherCache, verify_cache
 from bigbird.distillation.cache_files import shard_path
-from bigbird.distillation.toolkit_models import new_model
-
-TEXTS = ["attention block sparse dense", "gradient layer token", "memory window " * 9, "matrix"]
+from tests.distillation import commands_in_process as in_process
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data")
-    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    lines = [json.dumps({"text": text}) + "\n" for text in in_process.TEXTS]
     (directory / "train.jsonl").write_text("".join(lines))
     return directory
 
 
 @pytest.fixture(scope="module")
 def teacher_dir(tmp_path_factory, vocabulary_file):
-    """A masked language model in Hugging Face's layout, which describes itself."""
     directory = tmp_path_factory.mktemp("teacher")
-    tf_keras.utils.set_random_seed(3)
-    config = BigBirdConfig(
-        vocab_size=vocabulary_size(vocabulary_file),
-        hidden_size=8,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_hidden_layers=1,
-        max_position_embeddings=64,
-        max_encoder_length=64,
-        initializer_range=0.5,
-    )
-    bert, predictions = new_model("masked_lm", config).modules
-    save_safetensors(bert, str(directory), {"masked_lm": predictions})
+    in_process.write_teacher(directory, vocabulary_file)
     return directory
 
 
@@ -65,11 +46,7 @@ def settings(data_dir, teacher_dir, vocabulary_file, tmp_path):
 
 
 def run(settings, **changes):
-    """Runs the command in this process and puts every flag back."""
-    arguments = [f"--{name}={value}" for name, value in {**settings, **changes}.items()]
-    with flagsaver.flagsaver():
-        flags.FLAGS(["cache_teacher", *arguments])
-        cache_teacher.main([])
+    in_process.run(cache_teacher.main, settings, **changes)
 
 
 def test_a_teacher_is_captured_verified_and_audited(settings, capsys):

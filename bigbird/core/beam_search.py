@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 # The cache starts with room for so many positions and doubles when it is full, so that a step costs
-# what the text so far costs, not what the longest text would.
+# what the text so far costs, not what the longest text would cost.
 FIRST_CAPACITY = 64
 
 _NEVER = float("-inf")
@@ -40,7 +40,7 @@ class DecodingOptions:
       alpha, beam_start: of the length normalisation; alpha 0 does not normalise.
       early_stopping: True ends the search for a document once it has `beam_size` finished texts and
         no live one, at its present length, scores better than the worst of them. False goes on
-        until no live one could become the best at any length, which is what taking every step gives.
+        until no live one could become the best at any length, as if every step were taken.
       sample: draws tokens instead of taking the likeliest; `beam_size` must be 1.
       temperature: divides the logits before a draw.
       top_k: draws from the k likeliest tokens; 0 from all.
@@ -145,8 +145,8 @@ class Decoded(NamedTuple):
     scores: tf.Tensor
 
 
-# `step(tokens, position, cache, visible)` writes the tokens [B, K] of one position, an int32 scalar,
-# into the cache, slot by slot, and returns (logits of the next tokens [B, K, V], cache). `visible`,
+# `step(tokens, position, cache, visible)` writes the tokens [B, K] of one position, a scalar, into
+# the cache, slot by slot, and returns (logits of the next tokens [B, K, V], cache). `visible`,
 # boolean [B or 1, K or 1, C, K], tells which (position, slot) pairs are a beam's past and present.
 Step = Callable[[tf.Tensor, tf.Tensor, Any, tf.Tensor], tuple[tf.Tensor, Any]]
 
@@ -373,9 +373,7 @@ def _steer(logits, ids, position, options, special):
     written = tf.range(options.max_length) < position
     if options.repetition_penalty != 1:
         lowered = tf.gather(logits, ids, batch_dims=1)
-        lowered *= tf.where(
-            lowered > 0, 1 / options.repetition_penalty, options.repetition_penalty
-        )
+        lowered *= tf.where(lowered > 0, 1 / options.repetition_penalty, options.repetition_penalty)
         logits = _cap(logits, ids, tf.where(written, lowered, -_NEVER))
     allowed = logits
     if 0 < options.no_repeat_ngram_size <= options.max_length:

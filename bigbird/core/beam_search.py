@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 # The cache starts with room for so many positions and doubles when it is full, so that a step costs
-# what the text so far costs, not what the longest text would.
+# what the text so far costs, not what the longest text would cost.
 FIRST_CAPACITY = 64
 
 _NEVER = float("-inf")
@@ -145,8 +145,8 @@ class Decoded(NamedTuple):
     scores: tf.Tensor
 
 
-# `step(tokens, position, cache, visible)` writes the tokens [B, K] of a position, an int32 scalar,
-# into the cache, slot by slot, and returns (logits of the next tokens [B, K, V], cache). `visible`,
+# `step(tokens, position, cache, visible)` writes the tokens [B, K] of one position, a scalar, into
+# the cache, slot by slot, and returns (logits of the next tokens [B, K, V], cache). `visible`,
 # boolean [B or 1, K or 1, C, K], tells which (position, slot) pairs are a beam's past and present.
 Step = Callable[[tf.Tensor, tf.Tensor, Any, tf.Tensor], tuple[tf.Tensor, Any]]
 

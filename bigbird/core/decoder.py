@@ -7,8 +7,8 @@ K beams, D model, H heads, E per head.
     x = block(cross-attention, x)     to the encoded document
     x = block(feed-forward, x)
 
-where a block is pre- or post-norm as in `encoder.py`. Attention is full. The stack has one more
-LayerNorm: on its input if post-norm, on its output if pre-norm.
+where a block is pre- or post-norm as in `encoder.py`. Attention is full. The stack has one
+LayerNorm more: on its input if post-norm, on its output if pre-norm.
 
 A decoder layer is an encoder layer with cross-attention in the middle. In a coupled model it shares
 with its encoder layer everything that both have, as the same layer objects.
@@ -18,6 +18,7 @@ Source: Vaswani et al., arXiv:1706.03762; Rothe et al., arXiv:1907.12461 (shared
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -179,9 +180,7 @@ class DecoderLayer(EncoderLayer):
         """
         inner = self._before(self.attention_norm, hidden)
         new = self.attention.keys_and_values(inner, beams)
-        cache = KeysValues(
-            *(write_position(*pair, position) for pair in zip(cache, new, strict=True))
-        )
+        cache = KeysValues(*map(functools.partial(write_position, position), cache, new))
         query = self.attention.queries(inner, beams)
         context = _attend(query, *(_join_positions_and_beams(x) for x in cache), visible)
         hidden = self._after(self.attention_norm, hidden, self.attention_output(_rows(context)))
@@ -351,7 +350,7 @@ def causal_mask(length):
     return (positions[:, tf.newaxis] >= positions)[tf.newaxis, tf.newaxis]
 
 
-def write_position(cache, new, position):
+def write_position(position, cache, new):
     """Writes `[B, H, K, E]` into `[B, H, C, K, E]` at one position, in place.
 
     No single operation does so both under XLA and without it: a scatter copies the whole cache

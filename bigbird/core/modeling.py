@@ -120,9 +120,7 @@ class TransformerModel(keras.Model):
     (`pegasus/decoder/layer_0/attention/encdec/query/kernel`, …).
 
     Example:
-      >>> model = TransformerModel(
-      ...     {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
-      ... )
+      >>> model = TransformerModel({"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99})
       >>> decoded = model.generate(tf.ones([2, 700], tf.int32))
       >>> decoded.ids.shape
       TensorShape([2, 128])

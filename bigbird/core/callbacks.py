@@ -36,20 +36,23 @@ def write_atomically(path: str, text: str) -> None:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Says in which entries two configurations differ; "" where they are equal.
+    """Says in which entries, nested ones too, two configurations differ; "" where they are equal.
 
     Args:
       there: as read from JSON.
       here: values that can be written as JSON.
     """
     # As it reads back from JSON, where a tuple is a list.
-    here = json.loads(json.dumps(here))
-    absent = "nothing"
-    return "; ".join(
-        f"{name}: {there.get(name, absent)} there, {here.get(name, absent)} here"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name, absent) != here.get(name, absent)
-    )
+    return "; ".join(_list_differences(there, json.loads(json.dumps(here))))
+
+
+def _list_differences(there, here, prefix=""):
+    for name in sorted(there.keys() | here.keys()):
+        theirs, ours = there.get(name, "nothing"), here.get(name, "nothing")
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            yield from _list_differences(theirs, ours, f"{prefix}{name}.")
+        elif theirs != ours:
+            yield f"{prefix}{name}: {theirs} there, {ours} here"
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -34,6 +34,7 @@ from bigbird.core.callbacks import (
     TrainingRecorder,
     atomic_directory,
     checkpoint_steps,
+    differences,
     write_atomically,
 )
 from bigbird.core.devices import PRECISIONS
@@ -252,6 +253,7 @@ def train(
     *,
     config: Mapping[str, Any] | None = None,
     validation_dataset: tf.data.Dataset | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
     verbose: str | int = "auto",
 ) -> None:
     """Trains to `settings.num_train_steps`, or takes up the run that `output_dir` holds.
@@ -271,6 +273,7 @@ def train(
       settings: of the run.
       config: what else decides the result, as JSON values; such as the model's configuration.
       validation_dataset: finite; scored after every checkpoint.
+      callbacks: further ones of `fit`, called before the run is logged and saved.
       verbose: 0 shows nothing, 1 a progress bar, 2 a line at every row of the log; "auto" is 1 on
         a terminal and 2 elsewhere.
 
@@ -303,17 +306,17 @@ def train(
             recorder.resume()
         else:
             recorder.start()
-        _fit(model, dataset, settings.num_train_steps, recorder, verbose)
+        _fit(model, dataset, settings.num_train_steps, recorder, callbacks, verbose)
         recorder.validate()
 
 
-def _fit(model, dataset, num_train_steps, recorder, verbose):
+def _fit(model, dataset, num_train_steps, recorder, callbacks, verbose):
     if recorder.step < num_train_steps:
         with _on_sigterm(recorder.request_stop):
             model.fit(
                 dataset,
                 steps_per_epoch=num_train_steps - recorder.step,
-                callbacks=[recorder],
+                callbacks=[*callbacks, recorder],
                 verbose=verbose == 1,
             )
     if recorder.stop_requested:
@@ -462,16 +465,15 @@ def check_configuration(
     claimed = read_configuration(output_dir)
     if claimed is None:
         return
-    absent = "nothing"
-    differences = [
-        f"{name}: {claimed.get(name, absent)} there, {values.get(name, absent)} here"
-        for name in sorted(claimed.keys() | values.keys() if names is None else names)
-        if claimed.get(name, absent) != values.get(name, absent)
-    ]
-    if differences:
+    names = claimed.keys() | values.keys() if names is None else names
+    found = differences(
+        {name: claimed[name] for name in names if name in claimed},
+        {name: values[name] for name in names if name in values},
+    )
+    if found:
         raise ValueError(
             f"output_dir={output_dir} holds a run of another configuration "
-            f"({'; '.join(differences)}). Choose another --output_dir, or the settings of that run."
+            f"({found}). Choose another --output_dir, or the settings of that run."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 
@@ -118,6 +119,15 @@ class Tokenizer:
     def detokenize(self, ids) -> tf.Tensor:
         """Ids `[B, (length)]` -> strings `[B]`; special ids give no text."""
         return self._operations().detokenize(ids)
+
+    def fingerprint(self, pieces: int | None = None) -> str:
+        """Tells vocabularies apart: a SHA-256 over the first `pieces` pieces, in order."""
+        processor = _parse(self._model, self._path)
+        digest = hashlib.sha256()
+        for number in range(self.vocab_size if pieces is None else pieces):
+            piece = processor.id_to_piece(number).encode()
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        return digest.hexdigest()
 
     def check_end_of_sequence(self, special: SpecialTokens) -> None:
         """Checks that the vocabulary declares the EOS id that decoding ends at.

@@ -118,7 +118,7 @@ class WordMasker:
         first = tf.argmax(tf.cast(is_start, tf.int32), output_type=tf.int32)
         length -= first
         is_start = tf.roll(is_start, -first, axis=0) & (place < length)
-        word = tf.cumsum(tf.cast(is_start, tf.int32)) - 1
+        word = tf.maximum(tf.cumsum(tf.cast(is_start, tf.int32)) - 1, 0)
         return tf.roll(window, -first, axis=0), word, length
 
     def _choose(self, word, length, seed):

@@ -71,7 +71,13 @@ class PlainSearch:
             parents, tokens = tf.reshape(parents, [-1]), tf.reshape(index % vocab_size, [-1])
             ids, *cache = (tf.gather(x, parents) for x in (ids, *tf.nest.flatten(cache)))
             ids = tf.where(tf.range(self.steps) == position, tokens[:, tf.newaxis], ids)
-            return position + 1, tokens, ids, totals, list(zip(cache[::2], cache[1::2]))
+            return (
+                position + 1,
+                tokens,
+                ids,
+                totals,
+                list(zip(cache[::2], cache[1::2], strict=True)),
+            )
 
         _, _, ids, _, _ = tf.while_loop(
             lambda position, *_: position < self.steps, body, (0, tokens, ids, totals, cache)

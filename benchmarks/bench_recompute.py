@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_recompute                 # everything, about an hour
     python -m benchmarks.bench_recompute --parts=plan    # planned bytes only, on any machine
+    python -m benchmarks.bench_recompute --parts=long    # one step on 65,536 tokens, really run
 
 The step is `memory.training_step`: forward and backward pass of an encoder, all gradients returned.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 
 import tensorflow as tf
 
@@ -94,6 +96,28 @@ def resident_rows():
             yield row(size, batch, length, policy, mode, peak_rss_bytes=peak)
 
 
+def long_rows():
+    """Makes one step of the base model on a document of 65,536 tokens, in this process."""
+    size, batch, length, policy, mode = "base", 1, 65536, "full", "xla"
+    step = build_step(size, batch, length, policy, mode)
+    idle = harness.status_bytes("VmRSS")
+    for _ in range(2):  # the first call compiles
+        start = time.perf_counter()
+        loss = float(step()[0])
+        seconds = time.perf_counter() - start
+        print(f"loss {loss}, {seconds:.0f} seconds", flush=True)
+    yield row(
+        size,
+        batch,
+        length,
+        policy,
+        mode,
+        timing=harness.Timing(seconds, seconds, seconds),
+        peak_rss_bytes=harness.status_bytes("VmHWM") - idle,
+        loss=loss,
+    )
+
+
 def main():
     """Runs the parts, or the step of one child process."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -105,7 +129,12 @@ def main():
         harness.report_peak_rss(build_step(size, int(batch), int(length), policy, mode))
         return
 
-    parts = {"plan": planned_rows, "resident": resident_rows, "time": timed_rows}
+    parts = {
+        "plan": planned_rows,
+        "resident": resident_rows,
+        "time": timed_rows,
+        "long": long_rows,
+    }
     for part in arguments.parts.split(","):
         rows = []
         for measured in parts[part]():

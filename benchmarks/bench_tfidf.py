@@ -1,6 +1,6 @@
 """The baseline of every classification recipe: logistic regression on TF-IDF of whole documents.
 
-python -m benchmarks.bench_tfidf --data_dir=tfds://imdb_reviews/plain_text --num_labels=2
+python -m benchmarks.bench_tfidf --data_dir=tfds://imdb_reviews/plain_text
 """
 
 from __future__ import annotations

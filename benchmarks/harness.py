@@ -48,6 +48,7 @@ class Row:
       timing: Seconds per step.
       peak_rss_bytes: Peak resident memory of a fresh process above its idle level.
       planned_bytes: Total of XLA's buffer assignment.
+      loss: What the step computed, where that shows that it ran.
     """
 
     variant: str
@@ -57,6 +58,7 @@ class Row:
     timing: Timing | None = None
     peak_rss_bytes: int | None = None
     planned_bytes: int | None = None
+    loss: float | None = None
 
     def as_record(self):
         """Returns the CSV fields: milliseconds, MiB, and where and with what it was measured."""
@@ -69,6 +71,7 @@ class Row:
             **{f"{p}_ms": _scaled(seconds.get(p), 1e-3) for p in ("p20", "p50", "p80")},
             "peak_rss_mib": _scaled(self.peak_rss_bytes, 2**20),
             "planned_mib": _scaled(self.planned_bytes, 2**20),
+            **({} if self.loss is None else {"loss": self.loss}),
             "device": device(),
             "tensorflow": tf.__version__,
             "commit": commit(),
@@ -136,16 +139,17 @@ def report_peak_rss(step, calls=2):
     Linux only. The peak includes the tracing of a `tf.function` but, with `jit_compile`, also the
     memory of the compiler.
     """
-    idle = _status_bytes("VmRSS")
+    idle = status_bytes("VmRSS")
     for _ in range(calls):
         _wait_for(step())
-    print(f"{_REPORT}={_status_bytes('VmHWM') - idle}", flush=True)
+    print(f"{_REPORT}={status_bytes('VmHWM') - idle}", flush=True)
 
 
 _REPORT = "peak_rss_above_idle_bytes"
 
 
-def _status_bytes(field):
+def status_bytes(field):
+    """Returns a size in `/proc/self/status`, such as VmRSS or VmHWM, its peak; Linux only."""
     status = pathlib.Path("/proc/self/status").read_text()
     return int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1)) * 1024
 

@@ -24,6 +24,15 @@ def reference_dir():
     return REFERENCE / "original"
 
 
+@pytest.fixture(scope="session")
+def hf_dir():
+    """Folders of small models, weights and outputs, recorded from Hugging Face's library.
+
+    Outputs are those of its training mode with dropout 0; of a sequence, those at `positions`.
+    """
+    return REFERENCE / "hf"
+
+
 @pytest.fixture
 def tiny_params():
     """Parameters of a model small enough for every test."""

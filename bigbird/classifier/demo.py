@@ -6,6 +6,7 @@ It runs the commands a user would, on the built-in documents, and prints each on
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -13,9 +14,6 @@ import sys
 import time
 
 from bigbird.core import builtin_documents
-from bigbird.core.config import BigBirdConfig
-from bigbird.core.memory import plan_training
-from bigbird.core.vocabulary import find_vocabulary, vocabulary_size
 
 RUN = pathlib.Path("runs/demo")
 SIZES = {
@@ -63,22 +61,21 @@ def main():
     print(f"{len(_documents('train'))} training and {len(test)} test documents of {labels}.")
 
     _print_title("2. Memory of one training step at 4,096 tokens, planned by XLA")
-    config = BigBirdConfig(vocab_size=vocabulary_size(find_vocabulary("builtin")), **SIZES)
-    for layers in (config.num_hidden_layers, DEEPER):
-        deep = config.replace(num_hidden_layers=layers)
-        plans = (
-            plan_training(deep.replace(use_gradient_checkpointing=on), BATCH_SIZE)
-            for on in (False, True)
+    for layers in (SIZES["num_hidden_layers"], DEEPER):
+        _run(
+            "bigbird.core.memory",
+            *_as_flags(SIZES | {"num_hidden_layers": layers}),
+            "--vocab_model_file=builtin",
+            f"--train_batch_size={BATCH_SIZE}",
+            f"--optimizer={TRAINING['optimizer']}",
+            "--policies=none,full",
         )
-        off, on = (plan.step.total_bytes / 2**20 for plan in plans)
-        print(f"{layers} layer(s): {off:,.0f} MiB, with gradient checkpointing {on:,.0f} MiB")
 
     _print_title("3. Train, evaluate, export")
     shutil.rmtree(RUN, ignore_errors=True)
-    sizes = [f"--{name}={value}" for name, value in (SIZES | TRAINING).items()]
     _run(
         "bigbird.classifier.run_classifier",
-        *sizes,
+        *_as_flags(SIZES | TRAINING),
         "--use_gradient_checkpointing",
         "--jit_compile",
         f"--output_dir={RUN}",
@@ -115,13 +112,18 @@ def _documents(split):
 
 
 def _print_title(title):
-    print(f"\n\033[1m{title}\033[0m", flush=True)
+    print(f"\n\033[1m{title}\033[0m" if sys.stdout.isatty() else f"\n{title}", flush=True)
+
+
+def _as_flags(values):
+    return [f"--{name}={value}" for name, value in values.items()]
 
 
 def _run(module, *arguments):
     command = [sys.executable, "-m", module, *arguments]
     print("$ python -m", module, " ".join(arguments), flush=True)
-    subprocess.run(command, check=True)
+    # Keeps what TensorFlow's C++ says about missing GPUs out of the tour.
+    subprocess.run(command, check=True, env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ})
 
 
 if __name__ == "__main__":

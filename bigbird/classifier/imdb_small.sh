@@ -2,13 +2,14 @@
 # A recipe for two CPU cores: IMDB sentiment from random weights, by base_size.sh with small sizes.
 #
 #   VOCAB_MODEL_FILE=gpt2.model imdb_small.sh --tfds_data_dir=DIRECTORY
-#   MAX_ENCODER_LENGTH=2048 imdb_small.sh … --pad_to_batch --nojit_compile
+#   TF_XLA_FLAGS= MAX_ENCODER_LENGTH=2048 imdb_small.sh … --pad_to_batch --nojit_compile
 #                                                the same with longer reviews uncut
 #
 # What it reached is in docs/recipes.md.
 set -euo pipefail
 
 export MAX_ENCODER_LENGTH="${MAX_ENCODER_LENGTH:-512}"
+export OUTPUT_DIR="${OUTPUT_DIR:-/tmp/bigb/imdb_$MAX_ENCODER_LENGTH}"
 export NUM_HIDDEN_LAYERS="${NUM_HIDDEN_LAYERS:-2}"
 export NUM_ATTENTION_HEADS="${NUM_ATTENTION_HEADS:-2}"
 export HIDDEN_SIZE="${HIDDEN_SIZE:-128}"

@@ -1,51 +1,47 @@
 """Command: trains, evaluates, exports and serves a classifier of long documents.
 
-    bigbird-classify --data_dir=builtin://documents --vocab_model_file=builtin --do_eval --do_export
+    bigbird-classify --data_dir=builtin://documents --vocab_model_file=builtin --num_labels=5 \
+        --do_eval --do_export
 
 The way of a run: flags -> data sources, checked -> `BertClassifier` -> `training.train`,
-`training.evaluate`, `training.export_saved_model`, `predict_file`.
+`training.evaluate`, `training.export_saved_model`, `score_file`. With `--do_train=False` the run
+in `--output_dir` says what the model is; flags need not repeat it.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 import tf_keras as keras
 
-from bigbird.core import flags, training
-from bigbird.core.callbacks import write_atomically
-from bigbird.core.checkpoint import load_tf1_checkpoint
+from bigbird.core import commands, flags, training
 from bigbird.core.config import BigBirdConfig
-from bigbird.core.data import classification_dataset, encode_documents, open_source
-from bigbird.core.devices import create_strategy, precision_scope
-from bigbird.core.layers import build_in_scope, create_initializer
+from bigbird.core.data import (
+    ExampleSource,
+    classification_dataset,
+    encode_documents,
+    open_source,
+)
+from bigbird.core.layers import (
+    FirstTokenTransform,
+    build_in_scope,
+    create_initializer,
+    get_activation,
+)
 from bigbird.core.memory import fitting_policy
 from bigbird.core.modeling import BertModel
-from bigbird.core.optimization import LinearWarmupLinearDecay, create_optimizer
+from bigbird.core.optimization import LinearWarmupLinearDecay
+from bigbird.core.predictions import predict_to_file
 from bigbird.core.recompute_grad import RecomputingDropout
 from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 
 FLAGS = flags.FLAGS
 
-# Flags that decide the result of a run, besides the model's and the training settings.
-_RESULT_FLAGS = (
-    "data_dir",
-    "vocab_model_file",
-    "substitute_newline",
-    "pad_to_batch",
-    "init_checkpoint",
-    "optimizer",
-    "learning_rate",
-    "num_warmup_steps",
-    "weight_decay_rate",
-    "optimizer_beta1",
-    "optimizer_beta2",
-    "optimizer_epsilon",
-    "num_labels",
-)
+# Flags that say what a trained classifier computes.
+_MODEL_FLAGS = (*commands.MODEL_FLAGS, "num_labels", "classifier_transform", "cls_id", "sep_id")
 
 flags.define_task_flags(
     data_dir="tfds://imdb_reviews/plain_text",
@@ -58,23 +54,13 @@ flags.define_task_flags(
     num_warmup_steps=1000,
     save_checkpoints_steps=1000,
 )
+commands.define_command_flags()
 flags.DEFINE_integer("num_labels", 2, "Number of classes.")
 flags.DEFINE_bool(
-    "pad_to_batch",
+    "classifier_transform",
     False,
-    "Whether to pad a batch to its longest document instead of --max_encoder_length.",
+    "Whether the classifier reads the first token through a layer of its own, not the pooler.",
 )
-flags.DEFINE_string(
-    "validation_split",
-    None,
-    "Split that is scored at every checkpoint and chooses the best one; the last evaluation is "
-    "always of the test split.",
-)
-flags.DEFINE_bool("do_predict", False, "Whether to score the documents of --input_file.")
-flags.DEFINE_string(
-    "input_file", None, "Documents to score: .jsonl or .csv with `text`, or .txt, one a line."
-)
-flags.DEFINE_string("output_file", None, "Scores; OUTPUT_DIR/predictions.jsonl where unset.")
 
 
 class ClassifierLossLayer(keras.layers.Layer):
@@ -147,12 +133,28 @@ class ClassifierLossLayer(keras.layers.Layer):
 class BertClassifier(training.SeededModel):
     """A `BertModel` and a `ClassifierLossLayer`: token ids to class log-probabilities."""
 
-    def __init__(self, params, num_labels: int, **kwargs):
-        """Creates the model from a `BigBirdConfig` or a dict of the same keys."""
+    def __init__(self, params, num_labels: int, classifier_transform: bool = False, **kwargs):
+        """Creates the model from a `BigBirdConfig` or a dict of the same keys.
+
+        Args:
+          classifier_transform: whether the classifier reads a `FirstTokenTransform`, as Hugging
+            Face's does, instead of the pooler.
+        """
         super().__init__(**kwargs)
         config = BigBirdConfig.from_params(params)
         self.num_labels = num_labels
+        self.classifier_transform = classifier_transform
         self.bert = BertModel(config)
+        self.transform = None
+        if classifier_transform:
+            self.bert.pooler.trainable = False
+            self.transform = FirstTokenTransform(
+                config.hidden_size,
+                get_activation(config.hidden_act),
+                config.hidden_dropout_prob,
+                config.initializer_range,
+                name=f"{config.scope}/classifier/transform",
+            )
         self.classifier = ClassifierLossLayer(
             config.hidden_size,
             num_labels,
@@ -164,28 +166,46 @@ class BertClassifier(training.SeededModel):
 
     def call(self, input_ids, training=None):
         """`[B, L]` token ids -> float32 `[B, classes]` log-probabilities."""
-        _, pooled_output = self.bert(input_ids, training=training)
-        _, log_probs = self.classifier(pooled_output, training=training)
+        sequence_output, hidden = self.bert(input_ids, training=training)
+        if self.transform is not None:
+            hidden = self.transform(sequence_output, training=training)
+        _, log_probs = self.classifier(hidden, training=training)
         return log_probs
 
+    @property
+    def heads(self) -> dict[str, keras.layers.Layer]:
+        """The heads by their names in `checkpoint.load_initial_weights`."""
+        heads = {"classifier": self.classifier, "classifier_transform": self.transform}
+        return {name: head for name, head in heads.items() if head is not None}
+
     def get_config(self):
-        return {"params": self.bert.config.to_dict(), "num_labels": self.num_labels}
+        return {
+            "params": self.bert.config.to_dict(),
+            "num_labels": self.num_labels,
+            "classifier_transform": self.classifier_transform,
+        }
 
 
 class ServedClassifier(tf.Module):
     """What an export holds: strings in, class probabilities out."""
 
-    def __init__(self, model: BertClassifier, encode):
+    def __init__(self, model: BertClassifier, encode, label_names: Sequence[str] | None = None):
         """Serves `model`; `encode` turns strings `[B]` into ids `[B, L]`."""
         super().__init__()
         self.model = model
         self.encode = encode
+        self.label_names = label_names
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
     def serve(self, text):
-        """Returns `probabilities [B, classes]` and the likeliest `label [B]`."""
-        log_probs = self.model(self.encode(text), training=False)
-        return {"probabilities": tf.exp(log_probs), "label": tf.argmax(log_probs, axis=1)}
+        """Returns `probabilities [B, classes]`, the likeliest `label [B]`, and its `name`."""
+        with training.inference_context():
+            log_probs = self.model(self.encode(text), training=False)
+        label = tf.argmax(log_probs, axis=1)
+        scores = {"probabilities": tf.exp(log_probs), "label": label}
+        if self.label_names:
+            scores["name"] = tf.gather(tf.constant(self.label_names), label)
+        return scores
 
 
 def input_fn_builder(
@@ -201,50 +221,51 @@ def input_fn_builder(
     Args:
       data_dir: `tfds://…`, `builtin://…`, a directory or a file.
       is_training: shuffled and endless from the training split, or once over the test split.
-      tmp_dir: where TFDS finds and prepares data sets.
+      tmp_dir: where TFDS finds prepared data sets.
 
     Returns:
       A function of a dict with `batch_size`.
     """
 
     def input_fn(params):
-        return _dataset(
-            data_dir,
+        return _batches(
+            _open_split("train" if is_training else "test", data_dir, tmp_dir),
+            params["batch_size"],
             vocab_model_file,
             max_encoder_length,
             substitute_newline,
-            "train" if is_training else "test",
-            params["batch_size"],
-            tmp_dir,
+            is_training=is_training,
         )
 
     return input_fn
 
 
-def _dataset(
-    data_dir,
-    vocab_model_file,
-    max_encoder_length,
-    substitute_newline,
-    split,
-    batch_size,
-    tfds_data_dir,
-    start_step=0,
-):
-    source = open_source(
-        data_dir,
+def _open_split(split, data_dir=None, tfds_data_dir=None):
+    return open_source(
+        data_dir or FLAGS.data_dir,
         split,
         fields=("text", "label"),
         tfds_data_dir=tfds_data_dir or FLAGS["tfds_data_dir"].value,
         num_labels=FLAGS["num_labels"].value,
     )
+
+
+def _batches(
+    source,
+    batch_size,
+    vocab_model_file,
+    max_encoder_length,
+    substitute_newline,
+    is_training,
+    start_step=0,
+):
     return classification_dataset(
         source,
         Tokenizer(find_vocabulary(vocab_model_file)),
         flags.special_tokens(),
         max_length=max_encoder_length,
         batch_size=batch_size,
-        training=split == "train",
+        training=is_training,
         seed=FLAGS["seed"].value,
         start_step=start_step,
         substitute_newline=substitute_newline,
@@ -253,62 +274,26 @@ def _dataset(
     )
 
 
-def _dataset_of_flags(split, start_step=0):
-    return _dataset(
-        FLAGS.data_dir,
+def _batches_of_flags(source, is_training=False, start_step=0):
+    return _batches(
+        source,
+        FLAGS.train_batch_size if is_training else FLAGS.eval_batch_size,
         FLAGS.vocab_model_file,
         FLAGS.max_encoder_length,
         FLAGS.substitute_newline,
-        split,
-        FLAGS.train_batch_size if split == "train" else FLAGS.eval_batch_size,
-        FLAGS.tfds_data_dir,
+        is_training,
         start_step,
     )
 
 
-def _settings() -> training.TrainingSettings:
-    return training.TrainingSettings(
-        output_dir=FLAGS.output_dir,
-        num_train_steps=FLAGS.num_train_steps,
-        train_batch_size=FLAGS.train_batch_size,
-        eval_batch_size=FLAGS.eval_batch_size,
-        save_checkpoints_steps=FLAGS.save_checkpoints_steps,
-        log_steps=FLAGS.log_steps,
-        keep_checkpoints=FLAGS.keep_checkpoints,
-        best_metric="accuracy",
-        best_mode="max",
-        seed=FLAGS.seed,
-        gradient_accumulation_steps=FLAGS.gradient_accumulation_steps,
-        jit_compile=FLAGS.jit_compile,
-        mixed_precision=FLAGS.mixed_precision,
-    )
-
-
 def _compiled_model(config: BigBirdConfig, settings: training.TrainingSettings) -> BertClassifier:
-    # The command owns its process: one seed decides the initial weights.
-    keras.utils.set_random_seed(FLAGS.seed)
-    strategy = create_strategy(
-        use_tpu=FLAGS.use_tpu,
-        tpu_name=FLAGS.tpu_name,
-        master=FLAGS.master,
-        tpu_zone=FLAGS.tpu_zone,
-        tpu_job_name=FLAGS.tpu_job_name,
-        gcp_project=FLAGS.gcp_project,
-    )
-    with precision_scope(settings.mixed_precision), strategy.scope():
-        model = BertClassifier(config, FLAGS.num_labels)
-        optimizer = create_optimizer(
-            FLAGS.optimizer,
-            LinearWarmupLinearDecay(
-                FLAGS.learning_rate, FLAGS.num_train_steps, FLAGS.num_warmup_steps
-            ),
-            weight_decay_rate=FLAGS.weight_decay_rate,
-            beta_1=FLAGS.optimizer_beta1,
-            beta_2=FLAGS.optimizer_beta2,
-            epsilon=FLAGS.optimizer_epsilon,
+    with commands.model_scope():
+        model = BertClassifier(config, FLAGS.num_labels, FLAGS.classifier_transform)
+        schedule = LinearWarmupLinearDecay(
+            FLAGS.learning_rate, FLAGS.num_train_steps, FLAGS.num_warmup_steps
         )
         model.compile(
-            optimizer,
+            commands.optimizer(schedule),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
             **settings.compile_arguments(),
@@ -330,74 +315,79 @@ def _encoder_of_strings():
     )
 
 
-def predict_file(model: BertClassifier, encode, input_file, output_file, batch_size: int):
-    """Scores the documents of a file, one JSON line each, in the order of the file.
+def score_file(
+    served: ServedClassifier, source: ExampleSource, output_file, batch_size: int, identity
+):
+    """Scores documents, one JSON line each, in their order.
 
-    A line holds `index`, `label` and `probabilities`. The file appears when all are scored.
-
-    Raises:
-      ValueError: for a file without documents, or one that cannot be read.
+    A line holds `index`, `label`, `probabilities` and, where classes have names, `name`. Killed and
+    called again, it goes on; see `predictions.predict_to_file`.
     """
-    source = open_source(input_file, None, fields=("text",))
-    served = ServedClassifier(model, encode)
-    lines = []
-    progress = keras.utils.Progbar(source.num_examples, unit_name="document")
-    for batch in source.dataset.batch(batch_size):
-        scores = served.serve(batch["text"])
-        labels, probabilities = scores["label"].numpy(), scores["probabilities"].numpy()
-        for label, row in zip(labels.tolist(), probabilities.tolist(), strict=True):
-            lines.append({"index": len(lines), "label": label, "probabilities": row})
-        progress.update(len(lines))
-    write_atomically(output_file, "".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def score(batch):
+        scores = served.serve(tf.constant(batch["text"]))
+        columns = {key: value.numpy().tolist() for key, value in scores.items()}
+        if served.label_names:
+            columns["name"] = [served.label_names[label] for label in columns["label"]]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    predict_to_file(source, score, output_file, identity, batch_size, training.verbosity())
 
 
-def _weights_of_the_run(model, settings) -> int:
-    """Loads the newest weights of `output_dir`, or keeps those of `init_checkpoint`: their step."""
-    if FLAGS.init_checkpoint and not tf.io.gfile.exists(settings.output_dir):
-        return 0
-    return training.restore_weights(model, settings.output_dir)
+def _label_names(sources, run):
+    """Returns the class names, which must be the same wherever there are some."""
+    names = {
+        source.description: list(source.label_names) for source in sources if source.label_names
+    }
+    if run.get("label_names"):
+        names[f"the run in {FLAGS.output_dir}"] = run["label_names"]
+    if len(set(map(tuple, names.values()))) > 1:
+        told = "; ".join(f"{where}: {', '.join(classes)}" for where, classes in names.items())
+        raise ValueError(f"Expected the same class names everywhere; received {told}.")
+    return next(iter(names.values()), None)
 
 
 def main(_):
     """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
-    if not (FLAGS.do_train or FLAGS.do_eval or FLAGS.do_export or FLAGS.do_predict):
-        raise ValueError("Nothing to do: give --do_train, --do_eval, --do_export or --do_predict.")
-    if FLAGS.validation_split == "train":
-        raise ValueError("--validation_split=train: expected another split than the training one.")
-    if FLAGS.do_predict and not FLAGS.input_file:
-        raise ValueError("--do_predict needs --input_file: a .jsonl, .csv or .txt of documents.")
-    settings = _settings()
-    config = fitting_policy(flags.model_config(), FLAGS.train_batch_size, FLAGS.optimizer)
-    evaluation = _dataset_of_flags("test") if FLAGS.do_eval else None
-    validation = _dataset_of_flags(FLAGS.validation_split) if FLAGS.validation_split else None
+    commands.check_command_flags()
+    run = commands.adopt_run(_MODEL_FLAGS)
+    settings = commands.training_settings(best_metric="accuracy", best_mode="max")
+    config = flags.model_config()
+    sources = commands.open_sources(_open_split, "test", "text")
+    label_names = _label_names(sources.values(), run)
+    config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer)
     model = _compiled_model(config, settings)
     print(f"The model has {model.count_params():,} parameters.")
-    if FLAGS.init_checkpoint:
-        print(load_tf1_checkpoint(model.bert, FLAGS.init_checkpoint, head=model.classifier))
+    commands.load_init_checkpoint(model.bert, model.heads)
 
     if FLAGS.do_train:
+        identity = commands.identity(config, (*_MODEL_FLAGS, *commands.TRAINING_FLAGS))
+        validation = sources.get(FLAGS.validation_split)
         training.train(
             model,
-            lambda start_step: _dataset_of_flags("train", start_step),
+            lambda start_step: _batches_of_flags(sources["train"], True, start_step),
             settings,
-            config={**config.to_dict(), **{name: FLAGS[name].value for name in _RESULT_FLAGS}},
-            validation_dataset=validation,
+            config={**identity, "label_names": label_names},
+            validation_dataset=validation and _batches_of_flags(validation),
         )
         step = settings.num_train_steps
     else:
-        step = _weights_of_the_run(model, settings)
+        step = commands.weights_of_the_run(model)
 
     if FLAGS.do_eval:
-        for name, value in training.evaluate(model, evaluation, settings, step).items():
+        test = _batches_of_flags(sources["test"])
+        for name, value in training.evaluate(model, test, settings, step).items():
             print(f"{name} = {value}")
-    encode = _encoder_of_strings()
+    served = ServedClassifier(model, _encoder_of_strings(), label_names)
     if FLAGS.do_export:
         path = os.path.join(settings.output_dir, "export")
-        training.export_saved_model(ServedClassifier(model, encode), path)
+        training.export_saved_model(served, path)
         print(f"Exported to {path}.")
     if FLAGS.do_predict:
         output_file = FLAGS.output_file or os.path.join(settings.output_dir, "predictions.jsonl")
-        predict_file(model, encode, FLAGS.input_file, output_file, FLAGS.eval_batch_size)
+        names = (*_MODEL_FLAGS, "output_dir", "init_checkpoint", "mixed_precision")
+        identity = {**commands.identity(config, names), "step": step}
+        score_file(served, sources["input_file"], output_file, settings.eval_batch_size, identity)
         print(f"Wrote the scores to {output_file}.")
 
 

@@ -13,12 +13,17 @@ Source: Vaswani et al., arXiv:1706.03762, section 3.2; Zaheer et al., arXiv:2007
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 import tf_keras as keras
 
 from bigbird.core import block_layout
 from bigbird.core.attention_core import attend
+from bigbird.core.block_layout import PatternOptions
 from bigbird.core.layers import build_in_scope, create_initializer, get_activation
 from bigbird.core.recompute_grad import RecomputingDropout
 
@@ -56,23 +61,25 @@ def dense_attention(query, key, value, mask=None, bias=None, dropout=None):
     return tf.einsum("BHQT,BHTE->BHQE", probabilities, value)
 
 
-def simulated_sparse_attention(query, key, value, token_mask, layout):
+def simulated_sparse_attention(query, key, value, token_mask, layout, dropout=None):
     """The block-sparse pattern by a dense `[L, L]` score matrix: the reference, quadratic in L.
 
     A key block that a row lists m times weighs m times: its scores get log(m).
 
-    Args: as those of `attention_core.attend`, which gives the same numbers.
+    Args: as those of `attention_core.attend`, which gives the same numbers, and `dropout` as that
+      of `dense_attention`.
     """
     num_blocks = query.shape[2] // layout.block_size
     key_blocks = tf.constant(layout.key_blocks)
     counts = tf.reduce_sum(tf.one_hot(key_blocks, layout.num_blocks), axis=-2)
-    is_global = tf.one_hot([0, layout.num_blocks - 1], layout.num_blocks)
+    is_global = tf.one_hot(layout.global_blocks, layout.num_blocks)
     is_global = tf.reduce_sum(is_global, axis=0)[:, tf.newaxis]
     counts = tf.maximum(counts, is_global)[:, :num_blocks, :num_blocks]
     for axis in (1, 2):
         counts = tf.repeat(counts, layout.block_size, axis=axis)
     mask = (counts > 0) & token_mask[:, tf.newaxis, tf.newaxis, :]
-    context = dense_attention(query, key, value, mask, bias=tf.math.log(tf.maximum(counts, 1.0)))
+    bias = tf.math.log(tf.maximum(counts, 1.0))
+    context = dense_attention(query, key, value, mask, bias, dropout)
     return _zero_padded_queries(context, token_mask)
 
 
@@ -86,7 +93,8 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
     q, k, v = x W_q + b_q, …, each kernel `[D, H·E]`; the output projection belongs to the layer
     around it.
 
-    The sparse types apply no attention dropout, as in 2021.
+    The sparse types apply attention dropout only where `sparse_attention_dropout` asks for it: in
+    2021 they never did.
     """
 
     def __init__(
@@ -109,6 +117,8 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
         name: str | None = None,
         pattern_length: str = "model",
         max_position_embeddings: int = block_layout.BUILT_FOR_LENGTH,
+        pattern: PatternOptions | Mapping[str, Any] = block_layout.BIGBIRD_2021,
+        sparse_attention_dropout: bool = False,
         **kwargs,
     ):
         """Creates the layer.
@@ -119,6 +129,8 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
           pattern_length: "model", the pattern of `from_seq_length` tokens whatever the input's
             length; "input", the pattern of each input's own length.
           max_position_embeddings: of the model; the "input" patterns depend on it.
+          pattern: options beyond 2021, or a dict of them.
+          sparse_attention_dropout: whether the sparse types apply the dropout.
 
         Raises:
           ValueError: for an unknown attention type, or sparse attention between unlike lengths
@@ -155,6 +167,10 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
         self.value_act = value_act
         self.pattern_length = pattern_length
         self.max_position_embeddings = max_position_embeddings
+        if not isinstance(pattern, PatternOptions):
+            pattern = PatternOptions(**pattern)
+        self.pattern = pattern
+        self.sparse_attention_dropout = sparse_attention_dropout
 
         def projection(kind, activation):
             return keras.layers.Dense(
@@ -181,6 +197,7 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
             self.num_rand_blocks,
             self.num_attention_heads,
             self.seed or 0,
+            self.pattern,
         )
 
     def layout(self, length: int | None):
@@ -203,6 +220,7 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
             self.num_attention_heads,
             self.seed or 0,
             self.max_position_embeddings,
+            self.pattern,
         )
 
     def build(self, input_shape):
@@ -228,20 +246,16 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
         if layout is None:
             if mask is not None and mask.shape.rank == 2:
                 mask = mask[:, tf.newaxis, tf.newaxis, :]
-            context = dense_attention(
-                query,
-                key,
-                value,
-                mask,
-                dropout=lambda probabilities: self.dropout(probabilities, training=training),
-            )
+            context = dense_attention(query, key, value, mask, dropout=self._dropout_in(training))
         else:
             if mask is None:
                 mask = tf.ones(tf.shape(to_tensor)[:2], tf.bool)
-            compute = attend
+            training = training if self.sparse_attention_dropout else False
             if self.attention_type == "simulated_sparse":
-                compute = simulated_sparse_attention
-            context = compute(query, key, value, mask, layout)
+                dropout = self._dropout_in(training)
+                context = simulated_sparse_attention(query, key, value, mask, layout, dropout)
+            else:
+                context = self._streamed(query, key, value, mask, layout, training)
         return tf.transpose(context, [0, 2, 1, 3])
 
     def queries(self, tensor, length):
@@ -257,6 +271,25 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
     def _split_heads(self, tensor, length):
         shape = [-1, length, self.num_attention_heads, self.size_per_head]
         return tf.transpose(tf.reshape(tensor, shape), [0, 2, 1, 3])
+
+    def _dropout_in(self, training):
+        return lambda probabilities: self.dropout(probabilities, training=training)
+
+    def _streamed(self, query, key, value, token_mask, layout, training):
+        def with_dropout():
+            return attend(
+                query,
+                key,
+                value,
+                token_mask,
+                layout,
+                dropout_rate=self.attention_probs_dropout_prob,
+                dropout_seed=self.dropout.next_seed(),
+            )
+
+        return self.dropout.choose(
+            training, with_dropout, lambda: attend(query, key, value, token_mask, layout)
+        )
 
     def get_config(self):
         return {
@@ -278,6 +311,8 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
             "value_act": self.value_act,
             "pattern_length": self.pattern_length,
             "max_position_embeddings": self.max_position_embeddings,
+            "pattern": dataclasses.asdict(self.pattern),
+            "sparse_attention_dropout": self.sparse_attention_dropout,
         }
 
 

@@ -1,12 +1,13 @@
 """Which key blocks a query block sees: the BigBird pattern as numpy tables, drawn once at build.
 
-Axis letters: H heads, L tokens, N blocks, S tokens in a block, R random blocks, K key blocks
-that one row lists.
+Axis letters: H heads, L tokens, N blocks, S tokens in a block, R random blocks, G global blocks,
+K key blocks that one row lists.
 
 The pattern (Zaheer et al., arXiv:2007.14062, section 2 and appendix D): the first and last
 block see everything and are seen by all; every other block row sees its own block, the two
 beside it, and R random ones. Random blocks are drawn as the 2021 toolkit drew them, number for
-number, so that its checkpoints keep the pattern they were trained with.
+number, so that its checkpoints keep the pattern they were trained with. `PatternOptions` changes
+each part of it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,71 @@ FIXED_BLOCKS = 5
 ABSENT = -1
 
 
+@dataclasses.dataclass(frozen=True)
+class PatternOptions:
+    """What a pattern may have beyond that of 2021, which is the default.
+
+    Attributes:
+      num_window_blocks: odd; a row sees its own block and as many on either side.
+      num_global_blocks: blocks at either end that see everything and are seen by all.
+      global_token_positions: tokens whose blocks are global too.
+      random_from_whole_sequence: draws random blocks from the whole sequence at every length; all
+        are then unseen ones.
+      unseen_random_blocks: draws random blocks that the row does not see for another reason; fewer
+        where there are fewer.
+      seed: added to the seed of a layer, its index.
+
+    Raises:
+      ValueError: for a value outside its range.
+    """
+
+    num_window_blocks: int = 3
+    num_global_blocks: int = 1
+    global_token_positions: tuple[int, ...] = ()
+    random_from_whole_sequence: bool = False
+    unseen_random_blocks: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.num_window_blocks < 1 or self.num_window_blocks % 2 == 0:
+            raise ValueError(
+                f"num_window_blocks={self.num_window_blocks}: expected an odd number of at least "
+                "1, a row's own block and as many on either side."
+            )
+        if self.num_global_blocks < 1:
+            raise ValueError(f"num_global_blocks={self.num_global_blocks}: expected at least 1.")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"pattern_seed={self.seed}: expected a number in [0, 2**31).")
+
+    def check(self, length: int) -> None:
+        """Checks the positions against the length of the sequence.
+
+        Raises:
+          ValueError: for a position outside it.
+        """
+        for position in self.global_token_positions:
+            if not 0 <= position < length:
+                raise ValueError(
+                    f"global_token_positions holds {position}: expected positions from 0 to "
+                    f"{length - 1}, inside --max_encoder_length={length}."
+                )
+
+    def global_blocks(self, num_blocks: int, block_size: int) -> list[int]:
+        """Returns the global blocks among `num_blocks`, ascending."""
+        ends = range(min(self.num_global_blocks, num_blocks))
+        blocks = {*ends, *(num_blocks - 1 - block for block in ends)}
+        blocks.update(position // block_size for position in self.global_token_positions)
+        return sorted(block for block in blocks if block < num_blocks)
+
+    def window(self, row: int, num_blocks: int) -> range:
+        """Returns the blocks of the window of a row."""
+        side = self.num_window_blocks // 2
+        return range(max(row - side, 0), min(row + side + 1, num_blocks))
+
+
+BIGBIRD_2021 = PatternOptions()
+
+
 class PatternError(ValueError):
     """A length with too few blocks for the pattern asked of it."""
 
@@ -39,12 +105,14 @@ class BlockLayout:
     Attributes:
       block_size: S, tokens in a block.
       key_blocks: int32 `[H, N, K]`, ids of the key blocks of each row; `ABSENT` fills unused
-        places. A block listed twice counts twice. The rows of blocks 0 and N-1, which see
+        places. A block listed twice counts twice. The rows of global blocks, which see
         everything, are left `ABSENT` here.
+      global_blocks: int32 `[G]`, ascending; 0 and N-1 are among them.
     """
 
     block_size: int
     key_blocks: np.ndarray
+    global_blocks: np.ndarray
 
     @property
     def num_blocks(self) -> int:
@@ -56,12 +124,19 @@ class BlockLayout:
         counts = np.zeros((num_heads, num_blocks, num_blocks), np.int32)
         head, row, slot = np.nonzero(self.key_blocks != ABSENT)
         np.add.at(counts, (head, row, self.key_blocks[head, row, slot]), 1)
-        counts[:, [0, -1]] = 1
+        counts[:, self.global_blocks] = 1
         return counts
 
 
-def model_layout(length: int, block_size: int, num_rand_blocks: int, num_heads: int, seed: int):
-    """The pattern of a 2021 model built for `length` tokens.
+def model_layout(
+    length: int,
+    block_size: int,
+    num_rand_blocks: int,
+    num_heads: int,
+    seed: int,
+    options: PatternOptions = BIGBIRD_2021,
+):
+    """The pattern of a 2021 model built for `length` tokens, or of one with other options.
 
     Returns:
       A `BlockLayout`, or None where the model attends in full: at 512 tokens or fewer, and
@@ -69,7 +144,7 @@ def model_layout(length: int, block_size: int, num_rand_blocks: int, num_heads: 
     """
     if length <= FULL_ATTENTION_LENGTH:
         return None
-    return _layout_or_none(length, block_size, num_rand_blocks, num_heads, seed)
+    return _layout_or_none(length, block_size, num_rand_blocks, num_heads, seed, options)
 
 
 def input_layout(
@@ -79,6 +154,7 @@ def input_layout(
     num_heads: int,
     seed: int,
     built_for: int = BUILT_FOR_LENGTH,
+    options: PatternOptions = BIGBIRD_2021,
 ):
     """The pattern of an input of `length` tokens, as Hugging Face's version chooses it.
 
@@ -95,29 +171,87 @@ def input_layout(
         num_rand_blocks,
         num_heads,
         seed,
+        options,
         first_tokens_lengths=FIRST_TOKENS_LENGTHS_HF,
         built_for=built_for,
     )
 
 
-def _layout_or_none(length, block_size, num_rand_blocks, num_heads, seed, **plan):
+def _layout_or_none(
+    length,
+    block_size,
+    num_rand_blocks,
+    num_heads,
+    seed,
+    options,
+    first_tokens_lengths=FIRST_TOKENS_LENGTHS,
+    built_for=BUILT_FOR_LENGTH,
+):
+    seed += options.seed
     try:
-        blocks = random_blocks(length, block_size, num_rand_blocks, num_heads, seed, **plan)
+        if options.random_from_whole_sequence or options.unseen_random_blocks:
+            num_blocks = _count_blocks(length, block_size)
+            early = length in first_tokens_lengths and not options.random_from_whole_sequence
+            end = RANDOM_BLOCKS_END // block_size if early else num_blocks
+            random = unseen_blocks(
+                num_blocks, end, block_size, num_rand_blocks, num_heads, seed, options
+            )
+        else:
+            random = random_blocks(
+                length,
+                block_size,
+                num_rand_blocks,
+                num_heads,
+                seed,
+                first_tokens_lengths,
+                built_for,
+            )
     except PatternError:
         return None
-    return layout_from_random_blocks(blocks, block_size)
+    return layout_from_random_blocks(random, block_size, options)
 
 
-def layout_from_random_blocks(random: np.ndarray, block_size: int) -> BlockLayout:
+def layout_from_random_blocks(
+    random: np.ndarray, block_size: int, options: PatternOptions = BIGBIRD_2021
+) -> BlockLayout:
     """Adds global and window blocks to random ones `[H, N-2, R]`."""
     num_heads, num_middle, num_random = random.shape
     num_blocks = num_middle + 2
-    key_blocks = np.full((num_heads, num_blocks, FIXED_BLOCKS + num_random), ABSENT, np.int32)
+    global_blocks = options.global_blocks(num_blocks, block_size)
+    num_fixed = len(global_blocks) + options.num_window_blocks
+    key_blocks = np.full((num_heads, num_blocks, num_fixed + num_random), ABSENT, np.int32)
     for row in range(1, num_blocks - 1):
-        fixed = sorted({0, row - 1, row, row + 1, num_blocks - 1})
+        fixed = sorted({*global_blocks, *options.window(row, num_blocks)})
         key_blocks[:, row, : len(fixed)] = fixed
-    key_blocks[:, 1:-1, FIXED_BLOCKS:] = random
-    return BlockLayout(block_size, key_blocks)
+    key_blocks[:, 1:-1, num_fixed:] = random
+    key_blocks[:, global_blocks] = ABSENT
+    return BlockLayout(block_size, key_blocks, np.array(global_blocks, np.int32))
+
+
+def unseen_blocks(
+    num_blocks: int,
+    end: int,
+    block_size: int,
+    num_rand_blocks: int,
+    num_heads: int,
+    seed: int,
+    options: PatternOptions,
+) -> np.ndarray:
+    """Draws random blocks below `end` that a row sees for no other reason.
+
+    Returns:
+      int32 `[H, N-2, R]`; `ABSENT` fills the rows that have fewer than R to draw from.
+    """
+    generator = np.random.RandomState(seed)
+    global_blocks = options.global_blocks(num_blocks, block_size)
+    drawn = np.full((num_heads, num_blocks - 2, num_rand_blocks), ABSENT, np.int32)
+    for row in range(1, num_blocks - 1):
+        seen = {*global_blocks, *options.window(row, num_blocks)}
+        unseen = [block for block in range(end) if block not in seen]
+        for head in range(num_heads):
+            picked = generator.permutation(unseen)[:num_rand_blocks]
+            drawn[head, row - 1, : len(picked)] = picked
+    return drawn
 
 
 def random_blocks(

@@ -42,10 +42,13 @@ def tile_tables(layout: BlockLayout) -> tuple[TileTable, TileTable]:
     num_heads, num_blocks, _ = layout.key_blocks.shape
     head, query, slot = np.nonzero(layout.key_blocks != ABSENT)
     key = layout.key_blocks[head, query, slot]
-    # The first and the last row, which the layout leaves out, see every block.
-    global_head, global_row, global_key = np.indices((num_heads, 2, num_blocks)).reshape(3, -1)
+    # The global rows, which the layout leaves out, see every block.
+    num_global = len(layout.global_blocks)
+    global_head, global_row, global_key = np.indices((num_heads, num_global, num_blocks)).reshape(
+        3, -1
+    )
     head = np.concatenate([head, global_head])
-    query = np.concatenate([query, global_row * (num_blocks - 1)])
+    query = np.concatenate([query, layout.global_blocks[global_row]])
     key = np.concatenate([key, global_key])
     shape = (num_heads, num_blocks)
     return _cut(head, query, key, shape), _cut(head, key, query, shape)

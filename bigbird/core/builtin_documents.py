@@ -23,7 +23,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import sentencepiece
 from absl import logging
@@ -33,7 +33,7 @@ VOCABULARY_FILE = "vocabulary.model"
 VOCABULARY_SIZE = 8000
 
 # Part of the cache's key: raise it with every change to how documents or vocabulary are made.
-_CONSTRUCTION = 2
+_CONSTRUCTION = "construction 2"
 
 _OPENING_PASSAGES = 2
 _OWN_PASSAGES = 6
@@ -72,7 +72,7 @@ class Passage:
 
     def order(self) -> str:
         """A key that shuffles passages, always in the same way."""
-        return _digest(self.text)
+        return digest(self.text)
 
 
 def user_cache() -> pathlib.Path:
@@ -88,11 +88,38 @@ def prepare() -> pathlib.Path:
       The folder of `train.jsonl`, `validation.jsonl`, `test.jsonl` (fields `text`, `label`,
       `files`) and `vocabulary.model`.
     """
-    directory = user_cache() / "builtin" / _digest(repr(_installed_versions()))[:16]
-    if not directory.exists():
-        logging.info("Making the built-in documents in %s; this happens once.", directory)
-        _write_all(directory, installed_subsystems())
+    return make_once(_CONSTRUCTION, _write_documents_and_vocabulary)
+
+
+def make_once(construction: str, write: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """Returns the cache's folder of one built-in data set, made where it is missing.
+
+    The folder appears when it is whole, whatever happens to this process or is done by another.
+
+    Args:
+      construction: names the data set and the version of how it is made.
+      write: writes the data set into an empty folder.
+    """
+    key = repr([construction, *_installed_versions()])
+    directory = user_cache() / "builtin" / digest(key)[:16]
+    if directory.exists():
+        return directory
+    logging.info("Making built-in data in %s; this happens once.", directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = pathlib.Path(tempfile.mkdtemp(prefix=".making-", dir=directory.parent))
+    try:
+        write(temporary)
+        _rename_unless_made(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return directory
+
+
+def write_splits(directory: pathlib.Path, examples: Mapping[str, Sequence[dict]]) -> None:
+    """Writes the examples of each split as `<split>.jsonl`."""
+    for split, of_split in examples.items():
+        lines = "".join(json.dumps(example) + "\n" for example in of_split)
+        (directory / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
 def installed_subsystems() -> list[Subsystem]:
@@ -140,9 +167,24 @@ def make_documents(subsystems: Sequence[Subsystem]) -> dict[str, list[dict]]:
     }
 
 
+def source_files(subsystem: Subsystem) -> Iterator[tuple[str, str]]:
+    """Gives the name (`label/path`) and the text of every source file, always in one order."""
+    for path in _source_paths(subsystem):
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # another encoding declared, or a dangling link
+            continue
+        yield f"{subsystem.label}/{path.relative_to(subsystem.root).as_posix()}", source
+
+
+def digest(text: str) -> str:
+    """Returns the SHA-256 of a text in hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def split_of(file: str) -> str:
     """Returns the split of a source file: 75 % train, 10 % validation, 15 % test."""
-    percent = int(_digest(file), 16) % 100
+    percent = int(digest(file), 16) % 100
     return "train" if percent < 75 else "validation" if percent < 85 else "test"
 
 
@@ -201,25 +243,16 @@ def _package_root(package: str) -> pathlib.Path:
 def _installed_versions() -> list[str]:
     packages = ("keras", "matplotlib", "numpy", "sentencepiece", "tensorflow")
     versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
-    return [f"construction {_CONSTRUCTION}", f"python {sys.version}", *versions]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return [f"python {sys.version}", *versions]
 
 
 def _passages_of(subsystem: Subsystem) -> Iterator[Passage]:
-    for path in _source_files(subsystem):
-        try:
-            source = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a few old files declare another encoding
-            continue
-        file = f"{subsystem.label}/{path.relative_to(subsystem.root).as_posix()}"
+    for file, source in source_files(subsystem):
         for text in itertools.islice(cut_passages(source), _PASSAGES_OF_A_FILE):
             yield Passage(file, text)
 
 
-def _source_files(subsystem: Subsystem) -> Iterator[pathlib.Path]:
+def _source_paths(subsystem: Subsystem) -> Iterator[pathlib.Path]:
     for folder, subfolders, names in os.walk(subsystem.root):
         subfolders[:] = sorted(set(subfolders) - subsystem.skipped)
         for name in sorted(names):
@@ -231,7 +264,7 @@ def _source_files(subsystem: Subsystem) -> Iterator[pathlib.Path]:
 def _assemble(passages: dict[str, list[Passage]]) -> list[dict]:
     labels = list(passages)
     shuffled = {label: sorted(of_label, key=Passage.order) for label, of_label in passages.items()}
-    # In a round of one document of each label, every label gives as many passages as one has.
+    # In a round of one document of each label, a label gives as many passages as a document holds.
     per_document = _OPENING_PASSAGES + _OWN_PASSAGES
     rounds = min(map(len, shuffled.values())) // per_document
     supply = {label: iter(of_label) for label, of_label in shuffled.items()}
@@ -261,19 +294,11 @@ def _training_lines(texts: Iterable[str]) -> Iterator[str]:
             yield line
 
 
-def _write_all(directory: pathlib.Path, subsystems: Sequence[Subsystem]):
-    documents = make_documents(subsystems)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = pathlib.Path(tempfile.mkdtemp(prefix=".making-", dir=directory.parent))
-    try:
-        for split, of_split in documents.items():
-            lines = "".join(json.dumps(document) + "\n" for document in of_split)
-            (temporary / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-        vocabulary = train_vocabulary(document["text"] for document in documents["train"])
-        (temporary / VOCABULARY_FILE).write_bytes(vocabulary)
-        _rename_unless_made(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _write_documents_and_vocabulary(directory: pathlib.Path):
+    documents = make_documents(installed_subsystems())
+    write_splits(directory, documents)
+    vocabulary = train_vocabulary(document["text"] for document in documents["train"])
+    (directory / VOCABULARY_FILE).write_bytes(vocabulary)
 
 
 def _rename_unless_made(temporary: pathlib.Path, directory: pathlib.Path):

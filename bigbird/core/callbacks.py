@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 import tf_keras as keras
@@ -31,6 +33,26 @@ def write_atomically(path: str, text: str) -> None:
     with tf.io.gfile.GFile(temporary, "w") as file:
         file.write(text)
     tf.io.gfile.rename(temporary, path, overwrite=True)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Says in which entries, nested ones too, two configurations differ; "" where they are equal.
+
+    Args:
+      there: as read from JSON.
+      here: values that can be written as JSON.
+    """
+    # As it reads back from JSON, where a tuple is a list.
+    return "; ".join(_list_differences(there, json.loads(json.dumps(here))))
+
+
+def _list_differences(there, here, prefix=""):
+    for name in sorted(there.keys() | here.keys()):
+        theirs, ours = there.get(name, "nothing"), here.get(name, "nothing")
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            yield from _list_differences(theirs, ours, f"{prefix}{name}.")
+        elif theirs != ours:
+            yield f"{prefix}{name}: {theirs} there, {ours} here"
 
 
 @contextlib.contextmanager
@@ -119,6 +141,14 @@ def _csv_text(rows):
     return text.getvalue()
 
 
+def checkpoint_steps(directory: str) -> list[int]:
+    """Returns the steps whose checkpoints `Checkpoints` left in a directory, in ascending order."""
+    if not tf.io.gfile.isdir(directory):
+        return []
+    names = (name.rstrip("/") for name in tf.io.gfile.listdir(directory))
+    return sorted(int(match[1]) for match in map(_CHECKPOINT_NAME.match, names) if match)
+
+
 class Checkpoints:
     """The newest few checkpoints of a model in a directory, each a directory of its own.
 
@@ -139,10 +169,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""
-        if not tf.io.gfile.isdir(self._directory):
-            return []
-        names = (name.rstrip("/") for name in tf.io.gfile.listdir(self._directory))
-        return sorted(int(match[1]) for match in map(_CHECKPOINT_NAME.match, names) if match)
+        return checkpoint_steps(self._directory)
 
     def save(self, step: int) -> None:
         """Writes the checkpoint of `step` and deletes all but the newest up to it.
@@ -188,9 +215,12 @@ class Checkpoints:
         try:
             status.assert_existing_objects_matched()
         except AssertionError as error:
+            # Keras describes a variable by its name, shape and all its values.
+            absent = re.findall(r"<tf.Variable '([^']+)' shape=(\(.*?\))", str(error))
+            names = "".join(f"\n  {name} {shape}" for name, shape in absent)
             raise ValueError(
                 f"{path} does not hold every variable of this model. Build the model and compile "
-                f"it with the optimizer of the run in that directory. {error}"
+                f"it with the optimizer of the run in that directory.{names}"
             ) from error
 
     def _path(self, step):
@@ -314,8 +344,8 @@ class TrainingRecorder(keras.callbacks.Callback):
         if not tf.reduce_all(tf.math.is_finite(value)):
             raise FloatingPointError(
                 f"{name} is not finite at step {self.step}; the checkpoints of the steps "
-                f"{self._checkpoints.steps()} are from before. Lower the learning rate, clip "
-                "gradients or lengthen the warm-up."
+                f"{self._checkpoints.steps()} are from before. Lower --learning_rate or raise "
+                "--num_warmup_steps."
             )
 
     def _score(self, dataset):

@@ -1,96 +1,47 @@
-"""Checkpoints of others: 2021 TF1 checkpoints into our models, by an explicit name map.
+"""Checkpoints <-> models: 2021 TF1 checkpoints, Hugging Face safetensors, and what our runs write.
 
-A map is a tuple of (checkpoint name, attribute path) rows; `{scope}` and `{layer}` stand for the
-model's scope and the index of a layer, `{decoder}` for the place of the decoder.
+    bigbird-convert --init_checkpoint=bigbird-roberta-base --to=tf1 --output_dir=converted
+
+The way of a tensor: `tensor_sources.py` gives it by name, `name_maps.py` says which variable that
+is, and this file checks every shape before it assigns any. The command renames tensors without a
+model (`conversion.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
+import fnmatch
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
+import tf_keras as keras
 
-# Slots and counters that optimizers leave beside the weights.
-_OPTIMIZER_STATE = re.compile(
-    r"(/(adam|adafactor|momentum|adagrad|lamb)[^/]*$)|(/(m|v|vr|vc)$)|(^(global_step|beta\d_power)$)",
-    re.IGNORECASE,
+from bigbird.core.huggingface_files import HuggingFaceTensors, write_pretrained
+from bigbird.core.modeling import TransformerModel
+from bigbird.core.name_maps import Named, named_variables
+from bigbird.core.pretrained_config import (
+    BERT_FAMILY,
+    PEGASUS_FAMILY,
+    check_same_model,
+    config_from_pretrained,
+    settings_of,
 )
+from bigbird.core.safetensors_files import CheckpointError
+from bigbird.core.tensor_sources import TensorSource, open_tensors
+from bigbird.core.tf_checkpoint_files import TfCheckpoint, write_tf1_checkpoint
 
+__all__ = [
+    "CheckpointError",
+    "LoadReport",
+    "config_from_pretrained",
+    "load_initial_weights",
+    "load_safetensors",
+    "load_tf1_checkpoint",
+    "save_safetensors",
+    "save_tf1_checkpoint",
+]
 
-def _dense_rows(name, path):
-    return ((f"{name}/kernel", f"{path}.kernel"), (f"{name}/bias", f"{path}.bias"))
-
-
-def _norm_rows(name, path):
-    return ((f"{name}/gamma", f"{path}.gamma"), (f"{name}/beta", f"{path}.beta"))
-
-
-def _layer_rows(name, path):
-    return (
-        *_dense_rows(f"{name}/attention/self/query", f"{path}.attention.query"),
-        *_dense_rows(f"{name}/attention/self/key", f"{path}.attention.key"),
-        *_dense_rows(f"{name}/attention/self/value", f"{path}.attention.value"),
-        *_dense_rows(f"{name}/attention/output/dense", f"{path}.attention_output"),
-        *_dense_rows(f"{name}/intermediate/dense", f"{path}.intermediate"),
-        *_dense_rows(f"{name}/output/dense", f"{path}.output_dense"),
-    )
-
-
-def _prenorm_rows(name, path):
-    return (
-        *_norm_rows(f"{name}/attention/self/LayerNorm", f"{path}.attention_norm"),
-        *_norm_rows(f"{name}/intermediate/LayerNorm", f"{path}.output_norm"),
-    )
-
-
-def _postnorm_rows(name, path):
-    return (
-        *_norm_rows(f"{name}/attention/output/LayerNorm", f"{path}.attention_norm"),
-        *_norm_rows(f"{name}/output/LayerNorm", f"{path}.output_norm"),
-    )
-
-
-_LAYER = ("{scope}/encoder/layer_{layer}", "encoder.encoder_layers.{layer}")
-
-BERT_MAP = (
-    ("{scope}/embeddings/word_embeddings", "embeddings.word_embeddings"),
-    ("{scope}/embeddings/token_type_embeddings", "embeddings.token_type_embeddings"),
-    ("{scope}/embeddings/position_embeddings", "embeddings.position_embeddings"),
-    *_norm_rows("{scope}/encoder/LayerNorm", "encoder.layer_norm"),
-    *_layer_rows(*_LAYER),
-    *_dense_rows("{scope}/pooler/dense", "pooler"),
-)
-# The LayerNorms of a layer are named by where they sit.
-PRENORM_ROWS = _prenorm_rows(*_LAYER)
-POSTNORM_ROWS = _postnorm_rows(*_LAYER)
-
-# `{decoder}` is "encoder" in a coupled model, which has one name for what both share.
-_DECODER_LAYER = ("{scope}/{decoder}/layer_{layer}", "decoder.decoder_layers.{layer}")
-_CROSS, _CROSS_PATH = "{scope}/{decoder}/layer_{layer}/attention", _DECODER_LAYER[1]
-
-DECODER_MAP = (
-    *_norm_rows("{scope}/{decoder}/LayerNorm", "decoder.layer_norm"),
-    *_layer_rows(*_DECODER_LAYER),
-    *_dense_rows(f"{_CROSS}/encdec/query", f"{_CROSS_PATH}.cross_attention.query"),
-    *_dense_rows(f"{_CROSS}/encdec/key", f"{_CROSS_PATH}.cross_attention.key"),
-    *_dense_rows(f"{_CROSS}/encdec/value", f"{_CROSS_PATH}.cross_attention.value"),
-    *_dense_rows(f"{_CROSS}/encdec_output/dense", f"{_CROSS_PATH}.cross_output"),
-)
-DECODER_PRENORM_ROWS = (
-    *_prenorm_rows(*_DECODER_LAYER),
-    *_norm_rows(f"{_CROSS}/encdec/LayerNorm", f"{_CROSS_PATH}.cross_norm"),
-)
-DECODER_POSTNORM_ROWS = (
-    *_postnorm_rows(*_DECODER_LAYER),
-    *_norm_rows(f"{_CROSS}/encdec_output/LayerNorm", f"{_CROSS_PATH}.cross_norm"),
-)
-CLASSIFIER_ROWS = (
-    ("{scope}/classifier/kernel", "kernel"),
-    ("{scope}/classifier/bias", "bias"),
-)
+Heads = Mapping[str, keras.layers.Layer]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,75 +53,67 @@ class LoadReport:
       missing: names that the model wants and the checkpoint lacks; those variables keep their
         initial values.
       unused: names that the checkpoint has and the model does not want.
-      mismatched: "name: checkpoint shape, model shape" of each pair that differs.
+      mismatched: "name: checkpoint shape, model shape" of each pair that differs and was allowed
+        to; those variables keep their initial values.
+      extended: names of position tables whose rows were repeated to fill a longer one.
+      source: what the checkpoint was recognised as, and where it is.
     """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     mismatched: tuple[str, ...]
+    extended: tuple[str, ...] = ()
+    source: str = ""
 
     def __str__(self):
-        lines = [f"loaded {len(self.loaded)} tensors"]
-        for kind in ("missing", "unused", "mismatched"):
+        lines = [self.source] if self.source else []
+        lines.append(f"loaded {len(self.loaded)} tensors")
+        for kind in ("missing", "unused", "mismatched", "extended"):
             names = getattr(self, kind)
-            lines.append(f"{kind} {len(names)}" + "".join(f"\n  {name}" for name in names))
+            if names or kind != "extended":
+                lines.append(f"{kind} {len(names)}" + "".join(f"\n  {name}" for name in names))
         return "\n".join(lines)
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or does not fit the model."""
+def load_initial_weights(
+    model: keras.Model,
+    path: str,
+    heads: Heads | None = None,
+    *,
+    extend_positions: bool = False,
+    ignore_mismatched: Sequence[str] = (),
+) -> LoadReport:
+    """Loads whatever checkpoint is at a path into a built model: `--init_checkpoint` of a command.
+
+    Args:
+      model: a `BertModel` or `TransformerModel`.
+      path: a 2021 checkpoint (`…/model.ckpt-0`, or a directory with a `checkpoint` file), a
+        directory in Hugging Face's layout, the output directory of a training run (its newest
+        checkpoint), one of its checkpoints, or a SavedModel of ours.
+      heads: built layers by their key in `name_maps.HEADS`; loaded too where the checkpoint has
+        them.
+      extend_positions: whether a longer position table is filled by repeating the checkpoint's.
+      ignore_mismatched: names, or patterns such as `classifier*`, whose shapes may differ; those
+        variables keep their initial values.
+
+    Returns:
+      A `LoadReport`, which says what the checkpoint was recognised as.
+
+    Raises:
+      CheckpointError: for a path that is none of these, or a checkpoint that does not fit.
+    """
+    with open_tensors(path) as tensors:
+        return _load(model, tensors, heads, extend_positions, ignore_mismatched)
 
 
-def bert_variables(model) -> dict[str, tf.Variable]:
-    """Maps the 2021 checkpoint names of a `BertModel` to its variables."""
-    config = model.config
-    norm_rows = PRENORM_ROWS if config.norm_type == "prenorm" else POSTNORM_ROWS
-    return _resolve(model, BERT_MAP + norm_rows, config.scope, config.num_hidden_layers)
-
-
-def transformer_variables(model) -> dict[str, tf.Variable]:
-    """Maps the 2021 checkpoint names of a `TransformerModel` to its variables."""
-    config = model.config
-    prenorm = config.norm_type == "prenorm"
-    rows = DECODER_MAP + (DECODER_PRENORM_ROWS if prenorm else DECODER_POSTNORM_ROWS)
-    decoder = "encoder" if config.couple_encoder_decoder else "decoder"
-    rows = [(name.replace("{decoder}", decoder), path) for name, path in rows]
-    # It has neither token types nor a pooler, whose rows the encoder's map leaves out.
-    return {
-        **bert_variables(model),
-        **_resolve(model, rows, config.scope, config.decoder_depth),
-    }
-
-
-def classifier_variables(head, scope: str) -> dict[str, tf.Variable]:
-    """Maps the 2021 checkpoint names of a `ClassifierLossLayer` to its variables."""
-    return _resolve(head, CLASSIFIER_ROWS, scope, 0)
-
-
-def _resolve(model, rows, scope, num_layers):
-    """Follows the rows' attribute paths; a variable the model was built without is left out."""
-    variables = {}
-    for name, path in rows:
-        per_layer = "{layer}" in name
-        for layer in range(num_layers) if per_layer else (0,):
-            variable = functools.reduce(_child, path.format(layer=layer).split("."), model)
-            if variable is not None:
-                variables[name.format(scope=scope, layer=layer)] = variable
-    return variables
-
-
-def _child(parent, key):
-    return parent[int(key)] if key.isdigit() else getattr(parent, key, None)
-
-
-def load_tf1_checkpoint(model, path: str, head=None) -> LoadReport:
+def load_tf1_checkpoint(model: keras.Model, path: str, heads: Heads | None = None) -> LoadReport:
     """Loads a TF1-format checkpoint of the 2021 toolkit into a built model.
 
     Args:
-      model: a `BertModel` or a `TransformerModel`.
+      model: a `BertModel` or `TransformerModel`.
       path: the checkpoint's prefix (`…/model.ckpt-0`), or a directory with a `checkpoint` file.
-      head: a built `ClassifierLossLayer`, loaded too where the checkpoint has one.
+      heads: as those of `load_initial_weights`.
 
     Returns:
       A `LoadReport`; optimizer slots are passed over without a word.
@@ -180,53 +123,157 @@ def load_tf1_checkpoint(model, path: str, head=None) -> LoadReport:
         or a tensor of another shape; the model is then unchanged.
     """
     prefix = tf.train.latest_checkpoint(path) if tf.io.gfile.isdir(path) else path
-    if prefix is None or not tf.io.gfile.exists(f"{prefix}.index"):
-        raise CheckpointError(
-            f"init_checkpoint={path!r}: no TF1 checkpoint there; expected the prefix of a pair of "
-            "files .index and .data-00000-of-00001, such as DIRECTORY/model.ckpt-0."
-        )
-    reader = _open(prefix)
-    has_decoder = hasattr(model, "decoder")
-    variables = transformer_variables(model) if has_decoder else bert_variables(model)
-    if head is not None:
-        variables.update(classifier_variables(head, model.config.scope))
-    return _assign(variables, reader, prefix)
+    with TfCheckpoint(prefix or path) as tensors:
+        return _load(model, tensors, heads)
 
 
-def _open(prefix):
-    try:
-        return tf.train.load_checkpoint(prefix)
-    except (tf.errors.OpError, RuntimeError) as error:
-        raise CheckpointError(f"init_checkpoint={prefix!r} cannot be read: {error}") from error
+def load_safetensors(
+    model: keras.Model,
+    directory: str,
+    heads: Heads | None = None,
+    *,
+    extend_positions: bool = False,
+    ignore_mismatched: Sequence[str] = (),
+) -> LoadReport:
+    """Loads a directory in Hugging Face's layout (`config.json` and safetensors) into a model.
+
+    Args: as those of `load_initial_weights`.
+
+    Raises:
+      CheckpointError: for files that are damaged or unsafe, a configuration that our models do not
+        compute or that is not the model's, or a tensor of another shape; the model is unchanged.
+    """
+    with HuggingFaceTensors(directory) as tensors:
+        return _load(model, tensors, heads, extend_positions, ignore_mismatched)
 
 
-def _assign(variables, reader, prefix):
-    shapes = reader.get_variable_to_shape_map()
-    wanted = {name: variable for name, variable in variables.items() if name in shapes}
+def save_safetensors(
+    model: keras.Model,
+    directory: str,
+    heads: Heads | None = None,
+    *,
+    type_code: str = "F32",
+    vocabulary: str | None = None,
+) -> None:
+    """Writes `config.json` and `model.safetensors` as Hugging Face's library reads them.
+
+    Files of these names are replaced, each at once; others in the directory stay.
+
+    Args:
+      model: a `BertModel` or `TransformerModel`.
+      directory: made where it does not exist.
+      heads: layers to write too, by their key in `name_maps.HEADS`.
+      type_code: how the weights are stored: F32, BF16 or F16.
+      vocabulary: SentencePiece model file to put beside the weights.
+
+    Raises:
+      CheckpointError: for a model or heads that Hugging Face's library does not have.
+    """
+    heads = heads or {}
+    num_labels = heads["classifier"].num_labels if "classifier" in heads else None
+    family = PEGASUS_FAMILY if isinstance(model, TransformerModel) else BERT_FAMILY
+    settings = settings_of(model.config, family, heads, num_labels, type_code)
+    named = named_variables(model, "hf", heads)
+
+    def read(name):
+        values = named[name].variable.read_value()
+        return (tf.transpose(values) if named[name].transposed else values).numpy()
+
+    shapes = {name: row.stored_shape for name, row in named.items()}
+    write_pretrained(directory, shapes, read, settings, type_code, vocabulary)
+
+
+def save_tf1_checkpoint(model: keras.Model, prefix: str, heads: Heads | None = None) -> None:
+    """Writes a TF1-format checkpoint under the 2021 names: `prefix`.index and `prefix`.data-….
+
+    Args:
+      model: a `BertModel` or `TransformerModel`.
+      prefix: such as `DIRECTORY/model.ckpt-0`.
+      heads: layers to write too, by their key in `name_maps.HEADS`.
+    """
+    named = named_variables(model, "tf1", heads)
+    write_tf1_checkpoint(prefix, {name: row.variable.read_value() for name, row in named.items()})
+
+
+def _load(
+    model: keras.Model,
+    tensors: TensorSource,
+    heads: Heads | None,
+    extend_positions: bool = False,
+    ignore_mismatched: Sequence[str] = (),
+) -> LoadReport:
+    """Assigns tensors to variables, after all of them were checked."""
+    if tensors.naming == "hf":
+        check_same_model(model.config, tensors.directory)
+    named = named_variables(model, tensors.naming, heads)
+    tensors.drop_implied(named)
+    wanted = {name: row for name, row in named.items() if name in tensors.shapes}
+    differ = {n: row for n, row in wanted.items() if tensors.shapes[n] != row.stored_shape}
+    extended = {
+        name
+        for name, row in differ.items()
+        if extend_positions and _can_extend(tensors.shapes[name], row)
+    }
+    ignored = {
+        name
+        for name in set(differ) - extended
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore_mismatched)
+    }
     report = LoadReport(
-        loaded=tuple(sorted(wanted)),
-        missing=tuple(sorted(set(variables) - set(shapes))),
-        unused=tuple(
-            sorted(
-                name for name in set(shapes) - set(variables) if not _OPTIMIZER_STATE.search(name)
-            )
-        ),
+        loaded=tuple(sorted(set(wanted) - ignored)),
+        missing=tuple(sorted(set(named) - set(wanted))),
+        unused=tuple(sorted(set(tensors.shapes) - set(named))),
         mismatched=tuple(
-            f"{name}: checkpoint {shapes[name]}, model {variable.shape.as_list()}"
-            for name, variable in sorted(wanted.items())
-            if list(shapes[name]) != variable.shape.as_list()
+            f"{name}: checkpoint {list(tensors.shapes[name])}, model {list(row.stored_shape)}"
+            for name, row in sorted(differ.items())
+            if name not in extended
         ),
+        extended=tuple(sorted(extended)),
+        source=tensors.description,
     )
-    if report.mismatched:
+    if set(differ) - extended - ignored:
         raise CheckpointError(
-            f"init_checkpoint={prefix!r} does not fit the model; build the model with the sizes "
-            f"the checkpoint was trained with.\n{report}"
+            "The checkpoint does not fit the model: build the model with the sizes the checkpoint "
+            "was trained with. A longer position table is filled with --extend_positions, and "
+            f"names that may differ are told by --ignore_mismatched.\n{report}"
         )
     if not report.loaded:
         raise CheckpointError(
-            f"init_checkpoint={prefix!r} has none of the model's tensors; check --scope and "
-            f"--norm_type.\n{report}"
+            "The checkpoint has none of the model's tensors: check --scope and --norm_type.\n"
+            f"{report}"
         )
-    for name, variable in wanted.items():
-        variable.assign(np.asarray(reader.get_tensor(name)))
+    tensors.check_types(report.loaded)
+    for name in report.loaded:
+        _assign(named[name], tensors.read(name))
     return report
+
+
+def _can_extend(shape: tuple[int, ...], row: Named) -> bool:
+    return (
+        row.path.endswith("position_embeddings")
+        and shape[1:] == row.stored_shape[1:]
+        and 0 < shape[0] < row.stored_shape[0]
+    )
+
+
+def _assign(row: Named, values) -> None:
+    values = tf.cast(values, row.variable.dtype)
+    if row.transposed:
+        values = tf.transpose(values)
+    length = row.variable.shape[0]
+    if values.shape[0] < length:
+        # Repeated as Beltagy et al. did, arXiv:2004.05150, section 5.
+        values = tf.tile(values, [-(-length // values.shape[0]), 1])[:length]
+    row.variable.assign(values)
+
+
+def run():
+    """Entry of the installed command."""
+    # Imported here because it defines flags, which users of this module have no need of.
+    from bigbird.core import conversion
+
+    conversion.run()
+
+
+if __name__ == "__main__":
+    run()

@@ -6,10 +6,30 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from bigbird.core.block_layout import PatternOptions
+
 ATTENTION_TYPES = ("original_full", "simulated_sparse", "block_sparse")
 NORM_TYPES = ("prenorm", "postnorm")
 PATTERN_LENGTHS = ("model", "input")
 CHECKPOINTING_POLICIES = ("none", "full", "every_n", "attention", "auto")
+# Fields that change what a step needs, and not what it computes.
+MEMORY_FIELDS = (
+    "use_gradient_checkpointing",
+    "gradient_checkpointing_policy",
+    "gradient_checkpointing_every_n",
+    "memory_budget_gb",
+)
+# Fields of a decoder and its search, which an encoder alone does without.
+DECODER_FIELDS = (
+    "eos_token_id",
+    "bos_token_id",
+    "max_decoder_length",
+    "num_decoder_layers",
+    "couple_encoder_decoder",
+    "own_decoder_positions",
+    "beam_size",
+    "alpha",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +39,8 @@ class BigBirdConfig:
     Field names are the flags' names. Every layer takes `params`, either such a config or a
     dict with the same keys (`BigBirdConfig.from_params`). `bos_token_id` is what a decoder starts
     from; where `num_decoder_layers` is None, the decoder is as deep as the encoder; a vocabulary
-    without an end-of-text token has `eos_token_id=None`.
+    without an end-of-text token has `eos_token_id=None`. `own_decoder_positions` gives the decoder
+    a position table of its own, as Hugging Face's models have; in 2021 it used the encoder's.
 
     Raises:
       ValueError: for a value outside its range, naming the field, the value and the remedy.
@@ -37,6 +58,7 @@ class BigBirdConfig:
     type_vocab_size: int = 2
     use_bias: bool = True
     rescale_embedding: bool = False
+    layer_norm_epsilon: float = 1e-12
     scope: str = "bert"
     vocab_size: int = 50358
     pad_token_id: int = 0
@@ -49,10 +71,18 @@ class BigBirdConfig:
     num_rand_blocks: int = 3
     max_encoder_length: int = 1024
     pattern_length: str = "model"
+    num_window_blocks: int = 3
+    num_global_blocks: int = 1
+    global_token_positions: tuple[int, ...] = ()
+    random_from_whole_sequence: bool = False
+    unseen_random_blocks: bool = False
+    pattern_seed: int = 0
+    sparse_attention_dropout: bool = False
 
     max_decoder_length: int = 128
     num_decoder_layers: int | None = None
     couple_encoder_decoder: bool = False
+    own_decoder_positions: bool = False
     beam_size: int = 5
     alpha: float = 0.8
 
@@ -62,6 +92,8 @@ class BigBirdConfig:
     memory_budget_gb: float | None = None
 
     def __post_init__(self):
+        positions = tuple(int(position) for position in self.global_token_positions)
+        object.__setattr__(self, "global_token_positions", positions)
         self._check_positive()
         self._check_choices()
         for field in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
@@ -80,6 +112,7 @@ class BigBirdConfig:
                 f"(max_position_embeddings={self.max_position_embeddings}): shorten "
                 "--max_encoder_length or enlarge --max_position_embeddings."
             )
+        self.pattern.check(self.max_encoder_length)
         if self.couple_encoder_decoder and self.decoder_depth != self.num_hidden_layers:
             raise ValueError(
                 f"couple_encoder_decoder shares the weights of {self.num_hidden_layers} encoder "
@@ -113,6 +146,8 @@ class BigBirdConfig:
             raise ValueError(f"alpha={self.alpha}: expected at least 0.")
         if self.num_rand_blocks < 0:
             raise ValueError(f"num_rand_blocks={self.num_rand_blocks}: expected at least 0.")
+        if not self.layer_norm_epsilon > 0:
+            raise ValueError(f"layer_norm_epsilon={self.layer_norm_epsilon}: expected more than 0.")
         if self.memory_budget_gb is not None and self.memory_budget_gb <= 0:
             raise ValueError(f"memory_budget_gb={self.memory_budget_gb}: expected more than 0.")
 
@@ -131,6 +166,18 @@ class BigBirdConfig:
     def head_size(self) -> int:
         """Width E of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def pattern(self) -> PatternOptions:
+        """What the sparse pattern has beyond that of 2021."""
+        return PatternOptions(
+            self.num_window_blocks,
+            self.num_global_blocks,
+            self.global_token_positions,
+            self.random_from_whole_sequence,
+            self.unseen_random_blocks,
+            self.pattern_seed,
+        )
 
     @property
     def decoder_depth(self) -> int:

@@ -3,7 +3,8 @@
 Axis letters: B batch, L length.
 
 The way of a document: `open_source` reads and checks it once -> `endless_examples` gives it in an
-order that depends on (seed, epoch) only -> `encode_documents` tokenises, cuts and pads it.
+order that depends on (seed, epoch) only -> `encode_documents` tokenises, cuts and pads it. Pairs of
+document and summary go on in `pairs.py`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def open_source(
     fields: Sequence[str],
     tfds_data_dir: str | None = None,
     num_labels: int | None = None,
+    flag: str = "data_dir",
 ) -> ExampleSource:
     """Opens a split and checks every record, in one streaming pass.
 
@@ -58,20 +60,22 @@ def open_source(
       fields: names of the fields, such as `("text", "label")` or `("document", "summary")`.
       tfds_data_dir: where TFDS keeps prepared data sets; its own default where None.
       num_labels: number of classes; labels must lie in `[0, num_labels)`.
+      flag: the flag that gave `data_dir`, which messages name.
 
     Raises:
       DataError: where there are no files or examples, where a record cannot be read, lacks a field
         or has a label outside its range. The message names the file and record, or the example.
     """
-    source = open_records(data_dir, split, fields, tfds_data_dir)
+    source = open_records(data_dir, split, fields, tfds_data_dir, flag)
     survey = _survey(source, num_labels)
     if survey.examples == 0:
         raise DataError(f"{source.description} holds no examples.")
     if survey.faulty_label_at >= 0:
+        most = "" if num_labels is None else f" and below --num_labels={num_labels}"
         raise DataError(
             f"{source.description}, example {survey.faulty_label_at} (counted from 0): expected a "
-            f"label from 0 to {'…' if num_labels is None else num_labels - 1}; received "
-            f"{survey.faulty_label}. Correct the label, or --num_labels."
+            f"label of at least 0{most}; received {survey.faulty_label}. Correct the label, or "
+            "--num_labels."
         )
     if survey.undecodable:
         logging.warning(
@@ -164,6 +168,20 @@ def endless_examples(source: ExampleSource, seed: int, start_example: int = 0) -
     return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(shuffled).skip(seen)
 
 
+def check_encoding(tokenizer: Tokenizer, special: SpecialTokens, max_length: int) -> None:
+    """Checks what `encode_documents` needs, before any data is read.
+
+    Raises:
+      ValueError: for a `max_length` below 3, or special ids outside the vocabulary.
+    """
+    if max_length < 3:
+        raise ValueError(
+            f"max_encoder_length={max_length}: expected at least 3, for [CLS], one piece and "
+            "[SEP]; raise --max_encoder_length."
+        )
+    special.check(tokenizer.vocab_size, "pad", "cls", "sep")
+
+
 def encode_documents(
     text: tf.Tensor,
     tokenizer: Tokenizer,
@@ -190,25 +208,36 @@ def encode_documents(
       int32 `[B, L]`; L is `max_length`, and at most that with `pad_to_longest`.
 
     Raises:
-      ValueError: for a `max_length` below 3, or special ids outside the vocabulary.
+      ValueError: see `check_encoding`.
     """
-    if max_length < 3:
-        raise ValueError(
-            f"max_length={max_length}: expected at least 3, for [CLS], one piece and [SEP]; raise "
-            "--max_encoder_length."
-        )
-    special.check(tokenizer.vocab_size, "pad", "cls", "sep")
-    if substitute_newline is not None:
-        # A backslash in the replacement would refer to a group of the pattern.
-        text = tf.strings.regex_replace(text, r"\r?\n", substitute_newline.replace("\\", r"\\"))
+    check_encoding(tokenizer, special, max_length)
+    text = replace_newlines(text, substitute_newline)
     pieces = tokenizer.tokenize(text)[:, : max_length - 2]
     ends = tf.ones([pieces.nrows(), 1], tf.int32)
-    ragged_ids = tf.concat([special.cls * ends, pieces, special.sep * ends], axis=1)
-    ids = ragged_ids.to_tensor(special.pad, shape=[None, max_length])
+    ids = tf.concat([special.cls * ends, pieces, special.sep * ends], axis=1)
+    return pad_ids(ids, special.pad, max_length, pad_to_longest, block_size)
+
+
+def replace_newlines(text: tf.Tensor, substitute: str | None) -> tf.Tensor:
+    """Puts `substitute` in the place of every line break; None leaves them."""
+    if substitute is None:
+        return text
+    # A backslash in the replacement would refer to a group of the pattern.
+    return tf.strings.regex_replace(text, r"\r?\n", substitute.replace("\\", r"\\"))
+
+
+def pad_ids(
+    ids: tf.RaggedTensor, pad: int, max_length: int, pad_to_longest: bool, block_size: int
+) -> tf.Tensor:
+    """Pads ids `[B, (length)]`, none longer than `max_length`; see `encode_documents`.
+
+    A batch of empty documents alone still has one block.
+    """
+    padded = ids.to_tensor(pad, shape=[None, max_length])
     if not pad_to_longest:
-        return ids
-    longest = ragged_ids.bounding_shape(axis=1)
-    return ids[:, : -(-longest // block_size) * block_size]
+        return padded
+    longest = tf.maximum(ids.bounding_shape(axis=1), 1)
+    return padded[:, : -(-longest // block_size) * block_size]
 
 
 def classification_dataset(
@@ -247,14 +276,7 @@ def classification_dataset(
     Raises:
       ValueError: for a batch size or start below their range, and as `encode_documents`.
     """
-    if batch_size < 1 or start_step < 0:
-        raise ValueError(
-            "Expected batch_size >= 1 and start_step >= 0; received "
-            f"batch_size={batch_size}, start_step={start_step}."
-        )
-    examples = source.dataset
-    if training:
-        examples = endless_examples(source, seed, start_step * batch_size)
+    check_encoding(tokenizer, special, max_length)
 
     def encode(batch):
         ids = encode_documents(
@@ -268,5 +290,26 @@ def classification_dataset(
         )
         return ids, tf.cast(batch[LABEL], tf.int32)
 
-    batches = examples.batch(batch_size)
+    batches = example_batches(
+        source, batch_size, training=training, seed=seed, start_step=start_step
+    )
     return batches.map(encode, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+
+
+def example_batches(
+    source: ExampleSource, batch_size: int, *, training: bool, seed: int, start_step: int
+) -> tf.data.Dataset:
+    """Returns batches of examples as they are read; see `classification_dataset`.
+
+    Raises:
+      ValueError: for a batch size or start below their range.
+    """
+    if batch_size < 1 or start_step < 0:
+        raise ValueError(
+            "Expected batch_size >= 1 and start_step >= 0; received "
+            f"batch_size={batch_size}, start_step={start_step}."
+        )
+    examples = source.dataset
+    if training:
+        examples = endless_examples(source, seed, start_step * batch_size)
+    return examples.batch(batch_size)

@@ -29,7 +29,7 @@ from tf_keras.src.utils import control_flow_util
 from bigbird.core.attention import MultiHeadedAttentionLayer, masked_softmax
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.encoder import EncoderLayer, recomputed_as_configured
-from bigbird.core.layers import build_in_scope, gelu, get_activation, join_heads, layer_norm
+from bigbird.core.layers import LayerNorm, build_in_scope, gelu, get_activation, join_heads
 from bigbird.core.recompute_grad import RecomputingDropout, add_gradient_recomputation
 
 __all__ = [
@@ -49,6 +49,8 @@ _ENCODER_ONLY = (
     "seed",
     "pattern_length",
     "max_position_embeddings",
+    "pattern",
+    "sparse_attention_dropout",
 )
 
 
@@ -242,7 +244,9 @@ class DecoderStack(keras.layers.Layer):
                 layer.share_weights(encoder_layer)
             self.layer_norm = encoder.layer_norm
         else:
-            self.layer_norm = layer_norm(f"{self.name}/LayerNorm")
+            self.layer_norm = LayerNorm(
+                self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm"
+            )
 
     def _decoder_layer(self, index):
         config = self.config
@@ -259,6 +263,7 @@ class DecoderStack(keras.layers.Layer):
             name=f"{self.name}/layer_{index}",
             norm_type=config.norm_type,
             recompute_attention=config.checkpointing_policy == "attention",
+            layer_norm_epsilon=config.layer_norm_epsilon,
         )
 
     def build(self, input_shape):

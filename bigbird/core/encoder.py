@@ -12,6 +12,8 @@ Source: Vaswani et al., arXiv:1706.03762; Xiong et al., arXiv:2002.04745 (pre-no
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 import tf_keras as keras
 
@@ -19,12 +21,13 @@ from bigbird.core import block_layout
 from bigbird.core.attention import MultiHeadedAttentionLayer
 from bigbird.core.config import NORM_TYPES, BigBirdConfig
 from bigbird.core.layers import (
+    LAYER_NORM_EPSILON,
+    LayerNorm,
     build_in_scope,
     create_initializer,
     gelu,
     get_activation,
     join_heads,
-    layer_norm,
     pad_length,
 )
 from bigbird.core.recompute_grad import (
@@ -68,6 +71,9 @@ class EncoderLayer(keras.layers.Layer):
         pattern_length: str = "model",
         max_position_embeddings: int = block_layout.BUILT_FOR_LENGTH,
         recompute_attention: bool = False,
+        pattern=block_layout.BIGBIRD_2021,
+        sparse_attention_dropout: bool = False,
+        layer_norm_epsilon: float = LAYER_NORM_EPSILON,
         **kwargs,
     ):
         """Creates the layer.
@@ -77,6 +83,7 @@ class EncoderLayer(keras.layers.Layer):
           use_bias: of the attention's projections; the feed-forward always has biases.
           seed: of the random blocks.
           recompute_attention: whether the backward pass recomputes the attention block.
+          pattern, sparse_attention_dropout: as of `MultiHeadedAttentionLayer`.
 
         Raises:
           ValueError: for an unknown norm type.
@@ -101,6 +108,7 @@ class EncoderLayer(keras.layers.Layer):
         self.pattern_length = pattern_length
         self.max_position_embeddings = max_position_embeddings
         self.recompute_attention = recompute_attention
+        self.layer_norm_epsilon = layer_norm_epsilon
 
         scope = self.name
         self.attention = MultiHeadedAttentionLayer(
@@ -119,6 +127,8 @@ class EncoderLayer(keras.layers.Layer):
             name=f"{scope}/attention/self",
             pattern_length=pattern_length,
             max_position_embeddings=max_position_embeddings,
+            pattern=pattern,
+            sparse_attention_dropout=sparse_attention_dropout,
         )
         self.attention_output = self._dense("attention/output/dense", hidden_size, use_bias)
         self.intermediate = self._dense(
@@ -149,7 +159,7 @@ class EncoderLayer(keras.layers.Layer):
         )
 
     def _norm(self, path):
-        return layer_norm(f"{self.name}/{path}")
+        return LayerNorm(self.layer_norm_epsilon, name=f"{self.name}/{path}")
 
     def build(self, input_shape):
         hidden_shape = [*input_shape[:-1], self.hidden_size]
@@ -239,7 +249,10 @@ class EncoderLayer(keras.layers.Layer):
             "norm_type": self.norm_type,
             "pattern_length": self.pattern_length,
             "max_position_embeddings": self.max_position_embeddings,
+            "pattern": dataclasses.asdict(self.attention.pattern),
+            "sparse_attention_dropout": self.attention.sparse_attention_dropout,
             "recompute_attention": self.recompute_attention,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
         }
 
 
@@ -293,7 +306,7 @@ class EncoderStack(keras.layers.Layer):
         self.encoder_layers = [
             self._encoder_layer(index) for index in range(self.config.num_hidden_layers)
         ]
-        self.layer_norm = layer_norm(f"{self.name}/LayerNorm")
+        self.layer_norm = LayerNorm(self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm")
 
     def _encoder_layer(self, index):
         config = self.config
@@ -316,7 +329,10 @@ class EncoderStack(keras.layers.Layer):
             norm_type=config.norm_type,
             pattern_length=config.pattern_length,
             max_position_embeddings=config.max_position_embeddings,
+            pattern=config.pattern,
+            sparse_attention_dropout=config.sparse_attention_dropout,
             recompute_attention=config.checkpointing_policy == "attention",
+            layer_norm_epsilon=config.layer_norm_epsilon,
         )
 
     def build(self, input_shape):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging as standard_logging
+import pathlib
 import sys
 
 import tensorflow as tf
@@ -23,6 +25,7 @@ from bigbird.core.config import (
 )
 from bigbird.core.devices import PRECISIONS
 from bigbird.core.optimization import OPTIMIZERS
+from bigbird.core.pretrained_config import flag_values
 from bigbird.core.vocabulary import SpecialTokens, find_vocabulary, vocabulary_size
 
 FLAGS = flags.FLAGS
@@ -38,6 +41,7 @@ DEFINE_integer = _shared_between_tasks(flags.DEFINE_integer)
 DEFINE_float = _shared_between_tasks(flags.DEFINE_float)
 DEFINE_bool = DEFINE_boolean = _shared_between_tasks(flags.DEFINE_bool)
 DEFINE_enum = _shared_between_tasks(flags.DEFINE_enum)
+DEFINE_list = _shared_between_tasks(flags.DEFINE_list)
 
 # Model.
 DEFINE_float("attention_probs_dropout_prob", 0.1, "Dropout of the attention probabilities.")
@@ -46,6 +50,7 @@ DEFINE_float("hidden_dropout_prob", 0.1, "Dropout of embeddings and layer output
 DEFINE_integer("hidden_size", 768, "Width of the model.")
 DEFINE_float("initializer_range", 0.02, "Standard deviation of the initial weights.")
 DEFINE_integer("intermediate_size", 3072, "Width of the feed-forward layers.")
+DEFINE_float("layer_norm_epsilon", 1e-12, "Added to the variance by LayerNorm.")
 DEFINE_integer("max_position_embeddings", 4096, "Rows of the position table.")
 DEFINE_integer("num_attention_heads", 12, "Attention heads of a layer.")
 DEFINE_integer("num_hidden_layers", 12, "Layers of the encoder.")
@@ -75,6 +80,24 @@ DEFINE_enum(
     "model",
     list(PATTERN_LENGTHS),
     "Whose length decides the pattern: the model's (2021) or each input's (Hugging Face).",
+)
+DEFINE_integer("num_window_blocks", 3, "Blocks of the window around a row's own; odd.")
+DEFINE_integer("num_global_blocks", 1, "Blocks at either end that see and are seen by all.")
+DEFINE_list("global_token_positions", [], "Tokens whose blocks are global too, by position.")
+DEFINE_bool(
+    "random_from_whole_sequence",
+    False,
+    "Whether random blocks come from the whole sequence at 1,024 to 4,096 tokens too, and not from "
+    "its first 1,024.",
+)
+DEFINE_bool(
+    "unseen_random_blocks", False, "Whether a row draws only random blocks that it does not see."
+)
+DEFINE_integer("pattern_seed", 0, "Added to a layer's index to seed its random blocks.")
+DEFINE_bool(
+    "sparse_attention_dropout",
+    False,
+    "Whether attention_probs_dropout_prob applies to the sparse types; in 2021 it did not.",
 )
 
 # Memory.
@@ -108,9 +131,8 @@ DEFINE_string("tpu_zone", None, "Zone of the TPU.")
 DEFINE_string("tpu_job_name", None, "Job name of the TPU worker.")
 DEFINE_string("gcp_project", None, "Cloud project of the TPU.")
 DEFINE_string("master", None, "Address of the TPU's master, instead of its name.")
-DEFINE_integer("num_tpu_cores", 8, "TPU cores; told by the TPU system itself, kept for scripts.")
-DEFINE_string("iterations_per_loop", "1000", "Training steps run on the device between reports.")
-
+DEFINE_integer("num_tpu_cores", 8, "Without effect: the TPU tells; kept for scripts.")
+DEFINE_string("iterations_per_loop", "1000", "Without effect; kept for scripts.")
 
 # Training beyond the 2021 flags.
 DEFINE_integer("seed", 0, "Decides initial weights, order of the data and dropout.")
@@ -121,7 +143,7 @@ DEFINE_integer("log_steps", 100, "Updates between two rows of the training log."
 DEFINE_integer("keep_checkpoints", 3, "Checkpoints that are kept, the newest ones.")
 
 # Data beyond the 2021 flags.
-DEFINE_string("tfds_data_dir", None, "Where TFDS finds prepared data sets, and prepares new ones.")
+DEFINE_string("tfds_data_dir", None, "Where TFDS finds prepared data sets.")
 DEFINE_integer("vocab_size", None, "Rows of the word table; those of the vocabulary where unset.")
 for _token, _id in dataclasses.asdict(SpecialTokens()).items():
     DEFINE_integer(f"{_token}_id", _id, f"Id of the {_token.upper()} token in the vocabulary.")
@@ -135,7 +157,20 @@ def define_task_flags(**defaults):
     """
     DEFINE_string("data_dir", defaults.pop("data_dir"), "tfds://, builtin://, a directory or file.")
     DEFINE_string("output_dir", "/tmp/bigb", "Directory of the run; one run each.")
-    DEFINE_string("init_checkpoint", None, "Checkpoint that gives the initial weights.")
+    DEFINE_string(
+        "init_checkpoint",
+        None,
+        "Initial weights: a 2021 checkpoint, a directory with config.json and model.safetensors, "
+        "the output directory of a run, or a SavedModel.",
+    )
+    DEFINE_bool(
+        "extend_positions", False, "Whether to fill a longer position table by repeating theirs."
+    )
+    DEFINE_list(
+        "ignore_mismatched",
+        [],
+        "Tensors of --init_checkpoint whose shapes may differ, by name or pattern; not loaded.",
+    )
     DEFINE_integer(
         "max_encoder_length", defaults.pop("max_encoder_length"), "Tokens of a document, at most."
     )
@@ -156,6 +191,21 @@ def define_task_flags(**defaults):
     )
     if defaults:
         raise TypeError(f"Not flags of every task: {', '.join(defaults)}.")
+
+
+def follow_checkpoint() -> None:
+    """Gives the flags that were left at their defaults what `--init_checkpoint` says about them.
+
+    A directory with a `config.json`, Hugging Face's or a run's of ours, says what the model is; a
+    2021 checkpoint says nothing.
+
+    Raises:
+      ValueError: for a description of something that our models do not compute.
+    """
+    if not FLAGS.init_checkpoint:
+        return
+    values = flag_values(FLAGS.init_checkpoint)
+    adopt(values, [name for name in values if name in FLAGS])
 
 
 def special_tokens() -> SpecialTokens:
@@ -206,7 +256,38 @@ def load(path):
         values = json.load(file)
     for name, value in values.items():
         if name in FLAGS:
-            FLAGS[name].value = value
+            setattr(FLAGS, name, value)
+
+
+def adopt(values, names):
+    """Sets the flags that the command line left open to the values of an earlier run.
+
+    Args:
+      values: what the run was made with, by flag name.
+      names: the flags to set where `values` has them.
+    """
+    for name in names:
+        if FLAGS[name].using_default_value and name in values:
+            FLAGS[name].value = values[name]
+
+
+# What a user can cause and mend: wrong values, files, disks and memory. Others are our faults.
+_USER_ERRORS = (
+    ValueError,
+    FloatingPointError,
+    OSError,
+    tf.errors.AlreadyExistsError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.NotFoundError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.ResourceExhaustedError,
+)
+
+
+def _concerns_users(record):
+    # TensorFlow tells of its own steps in checkpoints and exports, at the level of our messages.
+    of_libraries = {"tensorflow", "tf_keras"} & set(pathlib.PurePath(record.pathname).parts)
+    return record.levelno > standard_logging.INFO or not of_libraries
 
 
 def run(main):
@@ -214,13 +295,17 @@ def run(main):
 
     `--verbosity=1` shows the traceback too.
     """
+    for module, defined in FLAGS.flags_by_module_dict().items():
+        if module.startswith("bigbird."):
+            for flag in defined:  # --help lists those of the program's own module only
+                FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
     def guarded(argv):
-        # TensorFlow times its own work at every checkpoint, at the level of what users should see.
-        logging.get_absl_logger().addFilter(lambda record: record.module != "functional_saver")
+        for logger in (logging.get_absl_logger(), tf.get_logger()):
+            logger.addFilter(_concerns_users)
         try:
             return main(argv)
-        except ValueError as error:
+        except _USER_ERRORS as error:
             logging.debug("The error came from:", exc_info=True)
             sys.exit(f"{type(error).__name__}: {error}")
 

@@ -28,8 +28,15 @@ def gelu(x):
     return tf.nn.gelu(x, approximate=True)
 
 
+@keras.saving.register_keras_serializable("bigbird")
+def gelu_exact(x):
+    """The Gaussian error linear unit itself, 0.5 x (1 + erf(x / sqrt(2)))."""
+    return tf.nn.gelu(x, approximate=False)
+
+
 _ACTIVATIONS = {
     "gelu": gelu,
+    "gelu_exact": gelu_exact,
     "relu": tf.nn.relu,
     "tanh": tf.nn.tanh,
     "swish": tf.nn.silu,
@@ -65,17 +72,15 @@ def build_in_scope(layer, input_shape):
 
 
 class LayerNorm(keras.layers.LayerNormalization):
-    """Keras's, for rows `[R, D]` too when it was built for `[B, L, D]`."""
+    """LayerNorm (Ba et al., arXiv:1607.06450) of `[B, L, D]` or `[B, D]`; 2021's epsilon."""
+
+    def __init__(self, epsilon: float = LAYER_NORM_EPSILON, **kwargs):
+        super().__init__(epsilon=epsilon, **kwargs)
 
     def call(self, inputs):
         if inputs.shape.rank == 2:
             return super().call(inputs[:, tf.newaxis])[:, 0]
         return super().call(inputs)
-
-
-def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON):
-    """Returns a LayerNorm (Ba et al., arXiv:1607.06450)."""
-    return LayerNorm(epsilon=epsilon, name=name)
 
 
 def join_heads(tensor):
@@ -135,11 +140,19 @@ class TransformerEmbedding(keras.layers.Layer):
         self.position_embeddings = table("position_embeddings", self.max_position_embeddings)
         self.built = True
 
-    def call(self, input_ids, token_type_ids=None, training=None, first_position=0):
+    def call(
+        self,
+        input_ids,
+        token_type_ids=None,
+        training=None,
+        first_position=0,
+        position_embeddings=None,
+    ):
         """Embeds ids `[B, L]` as `[B, L, D]`.
 
         Args:
           first_position: int or int32 scalar, the position of the first id.
+          position_embeddings: a table `[positions, D]` to use in place of the layer's.
 
         Raises:
           ValueError: for a static length beyond the position table.
@@ -158,9 +171,10 @@ class TransformerEmbedding(keras.layers.Layer):
             hidden *= tf.cast(self.hidden_size, hidden.dtype) ** 0.5
         if self.type_vocab_size is not None:
             hidden += self._token_types(token_type_ids)
-        hidden += tf.slice(
-            self.position_embeddings, [first_position, 0], [length, self.hidden_size]
-        )
+        positions = self.position_embeddings
+        if position_embeddings is not None:
+            positions = position_embeddings
+        hidden += tf.slice(positions, [first_position, 0], [length, self.hidden_size])
         return self.dropout(hidden, training=training)
 
     def _token_types(self, token_type_ids):
@@ -180,4 +194,54 @@ class TransformerEmbedding(keras.layers.Layer):
             "dropout_rate": self.dropout_rate,
             "initializer_range": self.initializer_range,
             "rescale": self.rescale,
+        }
+
+
+class FirstTokenTransform(keras.layers.Layer):
+    """A layer between an encoder and a classifier, in the pooler's place.
+
+    y = act(W drop(x_0) + b), where x_0 is the first token's vector
+
+    It is the first half of the classification head of Hugging Face's BigBird.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        activation=gelu,
+        dropout_rate: float = 0.0,
+        initializer_range: float = 0.02,
+        name: str = "classifier/transform",
+        **kwargs,
+    ):
+        """Creates the layer and its variables, whose shapes are known."""
+        super().__init__(name=name, **kwargs)
+        self.hidden_size = hidden_size
+        self.activation = activation
+        self.dropout_rate = dropout_rate
+        self.initializer_range = initializer_range
+        self.dropout = RecomputingDropout(dropout_rate, name=f"{name}/dropout")
+        self.dense = keras.layers.Dense(
+            hidden_size,
+            activation=get_activation(activation),
+            kernel_initializer=create_initializer(initializer_range),
+            name=name,
+        )
+        build_in_scope(self, [None, None, hidden_size])
+
+    def build(self, input_shape):
+        build_in_scope(self.dense, [None, self.hidden_size])
+        self.built = True
+
+    def call(self, sequence_output, training=None):
+        """`[B, L, D]` -> `[B, D]`."""
+        return self.dense(self.dropout(sequence_output[:, 0], training=training))
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "activation": self.activation,
+            "dropout_rate": self.dropout_rate,
+            "initializer_range": self.initializer_range,
         }

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import absl.flags
 import tensorflow as tf
@@ -176,9 +176,22 @@ def plan_training(params, batch_size: int, optimizer: str = "AdamWeightDecay") -
         raise ValueError(f"batch_size={batch_size}: expected at least 1.")
     model = BertModel(params)
     ids = tf.TensorSpec([batch_size, model.config.max_encoder_length], tf.int32)
+    return plan_step(model, training_step(model), [ids], optimizer)
+
+
+def plan_step(model, step, batch: Sequence[tf.TensorSpec], optimizer: str) -> TrainingPlan:
+    """Plans the training step of any model.
+
+    Args:
+      model: a built model.
+      step: function of the tensors of a batch and the dropout seed `[2]`: the loss, and the
+        gradients of all trainable variables.
+      batch: the tensors of a batch.
+      optimizer: as in `optimization.create_optimizer`.
+    """
     weights = model.trainable_variables
     return TrainingPlan(
-        step=planned_memory(training_step(model), ids, tf.TensorSpec([2], tf.int32)),
+        step=planned_memory(step, *batch, tf.TensorSpec([2], tf.int32)),
         parameters=sum(w.shape.num_elements() for w in weights),
         parameter_bytes=_size(weights),
         optimizer_bytes=_optimizer_bytes(optimizer, weights),
@@ -199,16 +212,20 @@ def _size(variables):
     return sum(v.shape.num_elements() * v.dtype.size for v in variables)
 
 
-def fitting_policy(params, batch_size: int, optimizer: str = "AdamWeightDecay") -> BigBirdConfig:
+def fitting_policy(
+    params, batch_size: int, optimizer: str = "AdamWeightDecay", plan=None
+) -> BigBirdConfig:
     """Returns the config with its `auto` policy resolved: the fastest that fits the budget.
 
-    Policies are tried from no recomputation to all, until `plan_training` stays within
-    `memory_budget_gb`. A config with another policy is returned as it is.
+    Policies are tried from no recomputation to all, until the plan stays within `memory_budget_gb`.
+    A config with another policy is returned as it is.
 
     Args:
       params: a `BigBirdConfig` or a dict of the same keys.
       batch_size: documents in a batch.
       optimizer: as in `optimization.create_optimizer`.
+      plan: function of config, batch size and optimizer that returns the `TrainingPlan` of a task's
+        model; `plan_training`, an encoder's, where None.
 
     Raises:
       ValueError: if the budget is not set, or nothing meets it; says what the smallest plan needs.
@@ -220,10 +237,11 @@ def fitting_policy(params, batch_size: int, optimizer: str = "AdamWeightDecay") 
         raise ValueError(
             "gradient_checkpointing_policy='auto' needs a budget: set --memory_budget_gb."
         )
+    plan = plan or plan_training
     needed = {}
     for policy in POLICIES_BY_TIME:
         candidate = config.replace(gradient_checkpointing_policy=policy)
-        needed[policy] = plan_training(candidate, batch_size, optimizer).total_bytes
+        needed[policy] = plan(candidate, batch_size, optimizer).total_bytes
         if needed[policy] <= config.memory_budget_gb * GIB:
             return candidate
     smallest = min(needed, key=needed.get)
@@ -309,8 +327,8 @@ def _plan_flags(config, values):
         planned = plan(length, batch, policy)
         totals[length, batch, policy] = planned.total_bytes
         print(
-            f"{length:>8}{batch:>7}  {policy:<10}{planned.total_bytes / GIB:>8.2f} GiB"
-            f"{planned.parameters:>15,}{planned.optimizer_bytes / GIB:>8.2f} GiB",
+            f"{length:>8}{batch:>7}  {policy:<10}{_size_text(planned.total_bytes):>12}"
+            f"{planned.parameters:>14,}{_size_text(planned.optimizer_bytes):>12}",
             flush=True,
         )
     if config.memory_budget_gb is not None:
@@ -323,6 +341,10 @@ def _plan_flags(config, values):
             print(f"{length:>8}{batch:>7}  {policy}", flush=True)
     if values.plot:
         _draw(totals, values.plot)
+
+
+def _size_text(size):
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _draw(totals, path):

@@ -161,6 +161,14 @@ class TransformerModel(keras.Model):
         hidden_shape = [*input_shape, self.config.hidden_size]
         build_in_scope(self.encoder, hidden_shape)
         build_in_scope(self.decoder, hidden_shape)
+        self.decoder_position_embeddings = None
+        if self.config.own_decoder_positions:
+            with tf.name_scope(f"{self.config.scope}/decoder/embeddings/"):
+                self.decoder_position_embeddings = self.add_weight(
+                    "position_embeddings",
+                    [self.config.max_position_embeddings, self.config.hidden_size],
+                    initializer=create_initializer(self.config.initializer_range),
+                )
         self.built = True
 
     def call(self, input_ids, target_ids=None, training=None):
@@ -218,8 +226,16 @@ class TransformerModel(keras.Model):
         inputs = tf.concat([starts, target_ids[:, :-1]], axis=1)
         inputs = tf.where(self._is_text(target_ids), inputs, self.config.pad_token_id)
         inputs.set_shape(target_ids.shape)
-        hidden = self.embeddings(inputs, training=training)
+        hidden = self._embed_targets(inputs, training)
         return self.decoder(hidden, None, encoder_output, mask, training=training)
+
+    def _embed_targets(self, ids, training, first_position=0):
+        return self.embeddings(
+            ids,
+            training=training,
+            first_position=first_position,
+            position_embeddings=self.decoder_position_embeddings,
+        )
 
     def vocabulary_logits(self, hidden):
         """Projects hidden states `[B, T, D]` to logits `[B, T, V]`, in the compute dtype."""
@@ -284,7 +300,7 @@ class TransformerModel(keras.Model):
 
         def step(tokens, position, cache, visible):
             rows = tf.reshape(tokens, [-1, 1])
-            hidden = self.embeddings(rows, training=False, first_position=position)[:, 0]
+            hidden = self._embed_targets(rows, False, first_position=position)[:, 0]
             hidden, cache = self.decoder.step(
                 hidden, beams, position, cache, visible, document, mask
             )

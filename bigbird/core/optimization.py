@@ -28,12 +28,13 @@ class LinearWarmupLinearDecay(keras.optimizers.schedules.LearningRateSchedule):
       num_warmup_steps: W, updates before the decay takes over; 0 for no warm-up.
 
     Raises:
-      ValueError: if T < 1 or W < 0.
+      ValueError: if the peak is below 0, T < 1 or W < 0.
 
     Source: Devlin et al. 2019, appendix A.2 (warm-up, then linear decay).
     """
 
     def __init__(self, peak_learning_rate: float, num_train_steps: int, num_warmup_steps: int = 0):
+        _check_at_least("learning_rate", peak_learning_rate, 0)
         _check_at_least("num_train_steps", num_train_steps, 1)
         _check_at_least("num_warmup_steps", num_warmup_steps, 0)
         self.peak_learning_rate = peak_learning_rate
@@ -69,12 +70,13 @@ class InverseSqrtWarmup(keras.optimizers.schedules.LearningRateSchedule):
       num_warmup_steps: W, at least 1, since the rate has no bound at step 0 without a warm-up.
 
     Raises:
-      ValueError: if D < 1 or W < 1.
+      ValueError: if the scale is below 0, D < 1 or W < 1.
 
     Source: Vaswani et al. 2017, section 5.3, with the scale as a parameter.
     """
 
     def __init__(self, scale: float, hidden_size: int, num_warmup_steps: int):
+        _check_at_least("learning_rate", scale, 0)
         _check_at_least("hidden_size", hidden_size, 1)
         _check_at_least("num_warmup_steps", num_warmup_steps, 1)
         self.scale = scale

@@ -205,15 +205,25 @@ class RecomputingDropout(keras.layers.Layer):
         self.seed = seed
         self.force_recomputation = force_recomputation
         self.supports_masking = True
+        self.built = True  # there is nothing to build
 
     def call(self, inputs, training=None):
         def dropped():
-            return stateless_dropout(inputs, self.rate, self._next_seed(), self.noise_shape)
+            return stateless_dropout(inputs, self.rate, self.next_seed(), self.noise_shape)
 
+        return self.choose(training, dropped, lambda: tf.identity(inputs))
+
+    def choose(self, training, with_dropout, without):
+        """Calls one of two functions: `with_dropout` in training, unless the rate is 0."""
         training = False if training is None or self.rate == 0 else training
-        return tf.__internal__.smart_cond.smart_cond(training, dropped, lambda: tf.identity(inputs))
+        return tf.__internal__.smart_cond.smart_cond(training, with_dropout, without)
 
-    def _next_seed(self):
+    def next_seed(self):
+        """Returns the int32 seed [2] of this layer's next mask.
+
+        Raises:
+          ValueError: outside any context, if `force_recomputation`.
+        """
         context = get_recompute_context()
         if context is not None:
             return context.next_seed(self._salt())

@@ -24,7 +24,7 @@ LABEL = "label"
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 # Other names under which a field may be stored.
-_ALIASES = {"document": ("article",), "summary": ("abstract",)}
+_ALIASES = {"document": ("article", "text"), "summary": ("abstract",)}
 
 
 class DataError(ValueError):

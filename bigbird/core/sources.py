@@ -14,7 +14,7 @@ from typing import Protocol
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from bigbird.core import builtin_documents
+from bigbird.core import builtin_documents, builtin_summaries
 from bigbird.core.record_files import (
     LABEL,
     DataError,
@@ -37,6 +37,10 @@ _SPLIT_WORDS = {
 }
 
 
+# What follows builtin:// -> the module that makes that data set.
+_BUILTIN = {"documents": builtin_documents, "summaries": builtin_summaries}
+
+
 class RecordSource(Protocol):
     """What every kind of source offers.
 
@@ -56,17 +60,22 @@ class RecordSource(Protocol):
 
 
 def open_records(
-    data_dir: str, split: str | None, fields: Sequence[str], tfds_data_dir: str | None = None
+    data_dir: str,
+    split: str | None,
+    fields: Sequence[str],
+    tfds_data_dir: str | None = None,
+    flag: str = "data_dir",
 ) -> RecordSource:
     """Opens the source at an address.
 
     Args:
-      data_dir: `tfds://name/config`, `builtin://documents` (`?limit=64` for the first 64 of the
-        split), a directory of TFRecord, JSONL or CSV files, or one such file (or `.txt`, one
-        document a line), which then serves every split.
+      data_dir: `tfds://name/config`, `builtin://documents` or `builtin://summaries` (`?limit=64`
+        for the first 64 of the split), a directory of TFRecord, JSONL or CSV files, or one such
+        file (or `.txt`, one document a line), which then serves every split.
       split: `train`, `validation` or `test`; None takes every file.
       fields: names of the fields to read.
       tfds_data_dir: where TFDS keeps prepared data sets; its own default where None.
+      flag: the flag that gave the address, which messages name.
 
     Raises:
       DataError: where nothing is found there, or not with these fields.
@@ -75,13 +84,13 @@ def open_records(
         return PreparedTfds(data_dir.removeprefix("tfds://"), split, fields, tfds_data_dir)
     if data_dir.startswith("builtin://"):
         return _open_builtin(data_dir, split, fields)
-    files = find_files(data_dir, split)
+    files = find_files(data_dir, split, flag)
     if file_kind(files[0]) == "tfrecord":
         return TFRecordFiles(files, fields)
     return TextFiles(files, fields, label_files=_files_that_define_labels(data_dir, files))
 
 
-def find_files(data_dir: str, split: str | None) -> list[str]:
+def find_files(data_dir: str, split: str | None, flag: str = "data_dir") -> list[str]:
     """Returns the files of a split, sorted.
 
     A file belongs to the split that is a word of its name (`imdb-train-00001.tfrecord`) or else of
@@ -91,34 +100,37 @@ def find_files(data_dir: str, split: str | None) -> list[str]:
     Raises:
       DataError: where there is no such file, or where the split's files are of several kinds.
     """
+    given = f"--{flag}={data_dir}"
     try:
         exists = tf.io.gfile.exists(data_dir)
     except tf.errors.UnimplementedError as error:
         raise DataError(
-            f"--data_dir={data_dir}: expected tfds://…, builtin://… or a path. ({error.message})"
+            f"{given}: expected tfds://…, builtin://… or a path. ({error.message})"
         ) from error
     if not exists:
-        raise DataError(f"--data_dir={data_dir}: there is no such file or directory.")
+        raise DataError(f"{given}: there is no such file or directory.")
     if not tf.io.gfile.isdir(data_dir):
         if file_kind(data_dir) is None:
             raise DataError(
-                f"--data_dir={data_dir}: expected a name with .tfrecord in it, or ending in "
-                ".jsonl, .csv or .txt."
+                f"{given}: expected a name with .tfrecord in it, or ending in .jsonl, .csv or .txt."
             )
         return [data_dir]
     files = _data_files_below(data_dir)
     if not files:
-        raise DataError(f"--data_dir={data_dir} holds no *.tfrecord*, *.jsonl or *.csv file.")
+        raise DataError(
+            f"{given} holds no *.tfrecord*, *.jsonl or *.csv file: put the data there, such as "
+            "train.jsonl and test.jsonl, or name another place."
+        )
     found = _files_of_split(data_dir, files, split)
     if not found:
         raise DataError(
-            f"--data_dir={data_dir} holds {len(files)} data files, but none of the split {split}: "
+            f"{given} holds {len(files)} data files, but none of the split {split}: "
             f"put `{split}` into the name of a file or of its folder."
         )
     kinds = {file_kind(path) for path in found}
     if len(kinds) > 1:
         raise DataError(
-            f"--data_dir={data_dir} holds files of several kinds ({', '.join(sorted(kinds))}): "
+            f"{given} holds files of several kinds ({', '.join(sorted(kinds))}): "
             "leave one kind, or give one file."
         )
     return found
@@ -160,16 +172,16 @@ def _files_that_define_labels(data_dir: str, files: Sequence[str]) -> Sequence[s
 def _open_builtin(data_dir: str, split: str | None, fields: Sequence[str]) -> TextFiles:
     address = urllib.parse.urlsplit(data_dir)
     match = re.fullmatch(r"(?:limit=([1-9]\d*))?", address.query)
-    if address.netloc != "documents" or address.path not in ("", "/") or not match:
+    if address.netloc not in _BUILTIN or address.path not in ("", "/") or not match:
         raise DataError(
-            f"--data_dir={data_dir}: expected builtin://documents or, for the first 64 of the "
-            "split, builtin://documents?limit=64."
+            f"--data_dir={data_dir}: expected builtin://documents, builtin://summaries or, for the "
+            "first 64 of the split, builtin://documents?limit=64."
         )
     if split not in builtin_documents.SPLITS:
         raise DataError(
             f"{data_dir} has the splits {', '.join(builtin_documents.SPLITS)}; received {split}."
         )
-    folder = builtin_documents.prepare()
+    folder = _BUILTIN[address.netloc].prepare()
     limit = int(match[1]) if match[1] else None
     return TextFiles(
         [str(folder / f"{split}.jsonl")],

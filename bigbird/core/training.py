@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,10 +33,13 @@ from bigbird.core.callbacks import (
     Checkpoints,
     TrainingRecorder,
     atomic_directory,
+    checkpoint_steps,
+    differences,
     write_atomically,
 )
 from bigbird.core.devices import PRECISIONS
 from bigbird.core.recompute_grad import RecomputeContext
+from bigbird.core.run_lock import exclusive_directory
 
 # What decides the weights a run ends with; the other settings may change when it is resumed.
 _IDENTITY = (
@@ -166,6 +169,11 @@ class SeededModel(keras.Model):
         with RecomputeContext(seed=self._step_seed()):
             return super().train_step(data)
 
+    def test_step(self, data):
+        """Scores a batch."""
+        with inference_context():
+            return super().test_step(data)
+
     def _step_seed(self):
         """Returns the int32 seed [2] of this step, one for each replica."""
         seed = tf.stack([self.run_seed, tf.cast(self.optimizer.iterations, tf.int32)])
@@ -233,6 +241,11 @@ def _split_batch(tensor, count):
     return tf.reshape(tensor, tf.concat([[count, shape[0] // count], shape[1:]], axis=0))
 
 
+def inference_context() -> RecomputeContext:
+    """Returns the context of a forward pass without dropout, where every seed is as good."""
+    return RecomputeContext(seed=0)
+
+
 def train(
     model: SeededModel,
     make_dataset: Callable[[int], tf.data.Dataset],
@@ -240,6 +253,7 @@ def train(
     *,
     config: Mapping[str, Any] | None = None,
     validation_dataset: tf.data.Dataset | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
     verbose: str | int = "auto",
 ) -> None:
     """Trains to `settings.num_train_steps`, or takes up the run that `output_dir` holds.
@@ -259,20 +273,22 @@ def train(
       settings: of the run.
       config: what else decides the result, as JSON values; such as the model's configuration.
       validation_dataset: finite; scored after every checkpoint.
+      callbacks: further ones of `fit`, called before the run is logged and saved.
       verbose: 0 shows nothing, 1 a progress bar, 2 a line at every row of the log; "auto" is 1 on
         a terminal and 2 elsewhere.
 
     Raises:
       ValueError: before anything is written, if the model is not ready or `output_dir` holds
-        another configuration; later, if the data ends or `best_metric` does not exist.
+        another configuration or is being written by another process; later, if the data ends or
+        `best_metric` does not exist.
       FloatingPointError: if the loss or a weight is no longer finite; names the step.
     """
     _check_model(model, settings)
     identity = _as_json({**(config or {}), **settings.identity()})
-    _check_configuration(settings.output_dir, identity)
+    check_configuration(settings.output_dir, identity)
     with model.distribute_strategy.scope():
         model.optimizer.build(model.trainable_variables)
-    verbose = _verbosity(verbose)
+    verbose = verbosity(verbose)
     recorder = TrainingRecorder(model, settings, validation_dataset, print_rows=verbose == 2)
     resumes = recorder.restore()
     if recorder.step and not resumes:
@@ -283,28 +299,33 @@ def train(
     dataset = make_dataset(recorder.step)
 
     tf.io.gfile.makedirs(settings.output_dir)
-    write_atomically(_configuration_path(settings.output_dir), json.dumps(identity, indent=1))
-    _log_batch_size(model, settings)
-    if resumes:
-        recorder.resume()
-    else:
-        recorder.start()
-    if recorder.step < settings.num_train_steps:
+    with exclusive_directory(settings.output_dir):
+        write_atomically(_configuration_path(settings.output_dir), json.dumps(identity, indent=1))
+        _log_batch_size(model, settings)
+        if resumes:
+            recorder.resume()
+        else:
+            recorder.start()
+        _fit(model, dataset, settings.num_train_steps, recorder, callbacks, verbose)
+        recorder.validate()
+
+
+def _fit(model, dataset, num_train_steps, recorder, callbacks, verbose):
+    if recorder.step < num_train_steps:
         with _on_sigterm(recorder.request_stop):
             model.fit(
                 dataset,
-                steps_per_epoch=settings.num_train_steps - recorder.step,
-                callbacks=[recorder],
+                steps_per_epoch=num_train_steps - recorder.step,
+                callbacks=[*callbacks, recorder],
                 verbose=verbose == 1,
             )
     if recorder.stop_requested:
         raise SystemExit(128 + signal.SIGTERM)
-    if recorder.step < settings.num_train_steps:
+    if recorder.step < num_train_steps:
         raise ValueError(
-            f"The training data ended before step {settings.num_train_steps}: make_dataset must "
-            "return a stream without end, such as dataset.repeat()."
+            f"The training data ended before step {num_train_steps}: make_dataset must return a "
+            "stream without end, such as dataset.repeat()."
         )
-    recorder.validate()
 
 
 def evaluate(
@@ -335,14 +356,24 @@ def evaluate(
     if cardinality in (0, tf.data.INFINITE_CARDINALITY):
         kind = "has no end" if cardinality else "is empty"
         raise ValueError(f"The evaluation dataset {kind}: give every example once.")
-    scores = model.evaluate(dataset, return_dict=True, verbose=_verbosity(verbose))
+    scores = model.evaluate(dataset, return_dict=True, verbose=verbosity(verbose))
     results = {"global_step": step, **{name: float(scores[name]) for name in sorted(scores)}}
-    tf.io.gfile.makedirs(settings.output_dir)
-    path = os.path.join(settings.output_dir, f"eval_results_{step}")
+    write_results(results, settings.output_dir)
+    return results
+
+
+def write_results(results: Mapping[str, float], output_dir: str) -> None:
+    """Writes what an evaluation found as `eval_results_{global_step}.txt` and `.json`."""
+    tf.io.gfile.makedirs(output_dir)
+    path = os.path.join(output_dir, f"eval_results_{results['global_step']}")
     lines = "".join(f"{name} = {value}\n" for name, value in results.items())
     write_atomically(f"{path}.txt", lines)
     write_atomically(f"{path}.json", json.dumps(results, indent=1))
-    return results
+
+
+def has_weights(output_dir: str) -> bool:
+    """Returns whether `restore_weights` finds a checkpoint in a directory."""
+    return bool(checkpoint_steps(os.path.join(output_dir, CHECKPOINT_DIRECTORY)))
 
 
 def restore_weights(model: keras.Model, output_dir: str, best: bool = False) -> int:
@@ -409,27 +440,40 @@ def _configuration_path(output_dir):
     return os.path.join(output_dir, "config.json")
 
 
-def _check_configuration(output_dir, identity):
-    """Refuses a directory that another run has claimed.
+def read_configuration(output_dir: str) -> dict[str, Any] | None:
+    """Returns the configuration of the run in a directory, None where there is no run."""
+    path = _configuration_path(output_dir)
+    if not tf.io.gfile.exists(path):
+        return None
+    with tf.io.gfile.GFile(path) as file:
+        return json.load(file)
+
+
+def check_configuration(
+    output_dir: str, values: Mapping[str, Any], names: Iterable[str] | None = None
+) -> None:
+    """Refuses a directory that holds a run of other settings.
+
+    Args:
+      output_dir: directory of a run, or a new one, which always fits.
+      values: settings as JSON values.
+      names: those that must agree; all where None.
 
     Raises:
       ValueError: naming every difference.
     """
-    path = _configuration_path(output_dir)
-    if not tf.io.gfile.exists(path):
+    claimed = read_configuration(output_dir)
+    if claimed is None:
         return
-    with tf.io.gfile.GFile(path) as file:
-        claimed = json.load(file)
-    absent = "nothing"
-    differences = [
-        f"{name}: {claimed.get(name, absent)} there, {identity.get(name, absent)} here"
-        for name in sorted(claimed.keys() | identity.keys())
-        if claimed.get(name, absent) != identity.get(name, absent)
-    ]
-    if differences:
+    names = claimed.keys() | values.keys() if names is None else names
+    found = differences(
+        {name: claimed[name] for name in names if name in claimed},
+        {name: values[name] for name in names if name in values},
+    )
+    if found:
         raise ValueError(
             f"output_dir={output_dir} holds a run of another configuration "
-            f"({'; '.join(differences)}). Choose another --output_dir, or the settings of that run."
+            f"({found}). Choose another --output_dir, or the settings of that run."
         )
 
 
@@ -450,8 +494,11 @@ def _log_batch_size(model, settings):
     )
 
 
-def _verbosity(verbose):
-    """Chooses for "auto": a file full of progress bars cannot be read."""
+def verbosity(verbose: str | int = "auto") -> int:
+    """Returns 0, 1 or 2 as they are; for "auto" 1 on a terminal and 2 elsewhere.
+
+    A file full of progress bars cannot be read.
+    """
     if verbose == "auto":
         return 1 if sys.stdout.isatty() else 2
     return verbose

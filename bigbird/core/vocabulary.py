@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 
+import numpy as np
 import sentencepiece
 import tensorflow as tf
 import tensorflow_text
@@ -14,6 +16,8 @@ from bigbird.core import builtin_documents
 
 # Names of the 2021 toolkit's vocabularies, and where it keeps their files.
 _NAMED = ("gpt2", "pegasus")
+# How SentencePiece writes the blank before a word.
+_WORD_MARK = "\u2581"
 _HOME_OF_NAMED = "the folder bigbird/vocab of https://github.com/google-research/bigbird"
 
 
@@ -76,6 +80,19 @@ def vocabulary_size(path: str) -> int:
     return _parse(_read(path), path).get_piece_size()
 
 
+def piece_id(path: str, piece: str) -> int:
+    """Returns the id of a piece of a SentencePiece model file, such as `[CLS]`.
+
+    Raises:
+      ValueError: where the file is no SentencePiece model or has no such piece.
+    """
+    processor = _parse(_read(path), path)
+    number = processor.piece_to_id(piece)
+    if processor.id_to_piece(number) != piece:
+        raise ValueError(f"{path} has no piece {piece}: give another --vocab_model_file.")
+    return number
+
+
 class Tokenizer:
     """A SentencePiece vocabulary as TensorFlow operations; they can be part of a SavedModel.
 
@@ -90,7 +107,10 @@ class Tokenizer:
           ValueError: where the file is no SentencePiece model.
         """
         self._model = _read(path)
-        self.vocab_size = _parse(self._model, path).get_piece_size()
+        processor = _parse(self._model, path)
+        self.vocab_size = processor.get_piece_size()
+        self._path = path
+        self._eos_id = processor.eos_id()
 
     def tokenize(self, text) -> tf.RaggedTensor:
         """Strings `[B]` -> ids, int32 `[B, (length)]`. Any bytes are accepted."""
@@ -99,6 +119,54 @@ class Tokenizer:
     def detokenize(self, ids) -> tf.Tensor:
         """Ids `[B, (length)]` -> strings `[B]`; special ids give no text."""
         return self._operations().detokenize(ids)
+
+    def fingerprint(self, pieces: int | None = None) -> str:
+        """Tells vocabularies apart: a SHA-256 over the first `pieces` pieces, in order."""
+        processor = _parse(self._model, self._path)
+        digest = hashlib.sha256()
+        for number in range(self.vocab_size if pieces is None else pieces):
+            piece = processor.id_to_piece(number).encode()
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        return digest.hexdigest()
+
+    def check_end_of_sequence(self, special: SpecialTokens) -> None:
+        """Checks that the vocabulary declares the EOS id that decoding ends at.
+
+        A piece of ordinary text in its place would end a text wherever it occurs.
+
+        Raises:
+          ValueError: where it declares another id or none.
+        """
+        if self._eos_id == special.eos:
+            return
+        if self._eos_id < 0:
+            raise ValueError(
+                f"{self._path} declares no end-of-sequence piece, which summaries need to end: "
+                f"train the SentencePiece model with --eos_id={special.eos}, or give another "
+                "--vocab_model_file."
+            )
+        raise ValueError(
+            f"{self._path} declares {self._eos_id} as its end-of-sequence id, and --eos_id is "
+            f"{special.eos}: set --eos_id={self._eos_id}."
+        )
+
+    def word_starts(self) -> np.ndarray:
+        """Returns which pieces begin a word: boolean `[V]`."""
+        processor = _parse(self._model, self._path)
+        pieces = (processor.id_to_piece(i) for i in range(self.vocab_size))
+        return np.array([piece.startswith(_WORD_MARK) for piece in pieces])
+
+    def text_ids(self) -> np.ndarray:
+        """Returns the ids of the pieces that stand for text, and not for bytes or control."""
+        processor = _parse(self._model, self._path)
+        kinds = (
+            processor.is_control,
+            processor.is_unknown,
+            processor.is_unused,
+            processor.is_byte,
+        )
+        ids = range(self.vocab_size)
+        return np.array([i for i in ids if not any(kind(i) for kind in kinds)], np.int32)
 
     def _operations(self) -> tensorflow_text.SentencepieceTokenizer:
         # Made anew in every graph, which then owns the parsed model. One that is made eagerly

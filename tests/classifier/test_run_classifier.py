@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 from absl.testing import flagsaver
 
 from bigbird.classifier import run_classifier
-from bigbird.core import flags
+from bigbird.core import checkpoint, flags, training
 
 FOLDER = pathlib.Path(run_classifier.__file__).parent
 TINY = {
@@ -168,6 +169,11 @@ def test_another_configuration_in_the_same_directory_is_refused(
         ({"vocab_model_file": "nowhere.model"}, "vocab_model_file=nowhere.model"),
         ({"data_dir": "nowhere"}, "data_dir=nowhere"),
         ({"num_labels": 1}, "example 1 (counted from 0)"),
+        ({"num_labels": 1}, "at least 0 and below --num_labels=1"),
+        ({"max_encoder_length": 2}, "max_encoder_length=2: expected at least 3"),
+        ({"learning_rate": -1}, "learning_rate=-1"),
+        ({"do_predict": True, "input_file": "nowhere.jsonl"}, "--input_file=nowhere.jsonl"),
+        ({"do_train": False, "do_eval": True}, "holds no checkpoint"),
         ({"num_train_steps": 0}, "num_train_steps=0"),
         ({"gradient_checkpointing_policy": "auto"}, "set --memory_budget_gb"),
         ({"init_checkpoint": "nowhere/model.ckpt-0"}, "init_checkpoint='nowhere/model.ckpt-0'"),
@@ -185,6 +191,69 @@ def test_bad_input_is_told_before_anything_is_written(
         _run(*_arguments(**{**settings, "output_dir": output_dir, **changes}))
     assert told in str(error.value)
     assert not output_dir.exists()
+
+
+def test_the_run_says_what_the_model_is(finished_run, tmp_path):
+    _run(
+        f"--output_dir={finished_run}",
+        "--do_train=False",
+        "--do_predict",
+        f"--input_file={_text_file(tmp_path)}",
+        f"--output_file={tmp_path / 'new' / 'scores.jsonl'}",
+    )
+    scores = [json.loads(line) for line in (tmp_path / "new" / "scores.jsonl").open()]
+    np.testing.assert_allclose(
+        scores[0]["probabilities"], _predictions(finished_run)[0]["probabilities"], rtol=1e-5
+    )
+
+
+def _text_file(directory):
+    path = directory / "documents.txt"
+    path.write_text(DOCUMENTS[0]["text"] + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_attention_heads": 4}, "num_attention_heads: 2 there, 4 here"),
+        ({"max_encoder_length": 16}, "max_encoder_length: 32 there, 16 here"),
+        ({"num_labels": 3}, "num_labels: 2 there, 3 here"),
+        ({"cls_id": 3}, "cls_id: 65 there, 3 here"),
+    ],
+)
+def test_flags_that_contradict_the_run_are_refused(changes, told, finished_run, tmp_path):
+    with pytest.raises(ValueError, match=told):
+        _run(
+            f"--output_dir={finished_run}",
+            "--do_train=False",
+            "--do_predict",
+            f"--input_file={_text_file(tmp_path)}",
+            *(f"--{name}={value}" for name, value in changes.items()),
+        )
+
+
+def test_class_names_go_with_the_run(vocabulary_file, tmp_path):
+    lines = [{"text": d["text"], "label": ("no", "yes")[d["label"]]} for d in DOCUMENTS]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = tmp_path / "run"
+    _run(*_arguments(data_dir=tmp_path, vocab_model_file=vocabulary_file, output_dir=run))
+    _run(
+        f"--output_dir={run}",
+        "--do_train=False",
+        "--do_predict",
+        "--do_export",
+        f"--input_file={_text_file(tmp_path)}",
+    )
+    (prediction,) = _predictions(run)
+    assert prediction["name"] == ("no", "yes")[prediction["label"]]
+    served = tf.saved_model.load(str(run / "export")).signatures["serving_default"]
+    assert served(tf.constant([DOCUMENTS[0]["text"]]))["name"] == prediction["name"]
+
+
+def test_initial_weights_serve_until_there_is_a_run(finished_run, data_dir, vocabulary_file):
+    assert training.has_weights(finished_run)
+    assert not training.has_weights(data_dir)
 
 
 @pytest.mark.parametrize(
@@ -286,3 +355,40 @@ def test_the_notebook_runs(data_dir, vocabulary_file, monkeypatch):
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
     )
     assert "parameters in" in printed and "accuracy" in printed
+
+
+def test_hugging_faces_classifier_is_evaluated_and_served_without_naming_its_sizes(
+    hf_dir, data_dir, vocabulary_file, tmp_path, capsys
+):
+    directory = tmp_path / "downloaded"
+    shutil.copytree(hf_dir / "hf_bigbird_classifier", directory)
+    shutil.copyfile(vocabulary_file, directory / "spiece.model")
+    output_dir = tmp_path / "run"
+    _run(
+        f"--init_checkpoint={directory}",
+        f"--data_dir={data_dir}",
+        f"--output_dir={output_dir}",
+        f"--input_file={data_dir / 'test.jsonl'}",
+        "--max_encoder_length=640",
+        "--do_train=False",
+        "--do_eval",
+        "--do_predict",
+        "--do_export",
+    )
+    printed = capsys.readouterr().out
+    assert f"Hugging Face safetensors: {directory}" in printed
+    assert "missing 0" in printed and "unused 0" in printed
+    assert all(len(p["probabilities"]) == 3 for p in _predictions(output_dir))
+
+
+def test_the_class_that_reads_the_first_token_equals_the_recorded_classifier(hf_dir):
+    directory = str(hf_dir / "hf_bigbird_classifier")
+    model = run_classifier.BertClassifier(
+        checkpoint.config_from_pretrained(directory), 3, classifier_transform=True
+    )
+    checkpoint.load_safetensors(model.bert, directory, model.heads)
+    recorded = np.load(hf_dir / "hf_bigbird_classifier" / "io.npz")
+    # Float32 sums in different orders.
+    np.testing.assert_allclose(
+        model(recorded["input_ids"]), tf.nn.log_softmax(recorded["logits"]), rtol=0, atol=5e-5
+    )

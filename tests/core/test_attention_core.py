@@ -12,7 +12,13 @@ from reference import attention_oracle as oracle
 
 from bigbird.core import attention_core
 from bigbird.core.attention_core import attend
-from bigbird.core.block_layout import ABSENT, BlockLayout, layout_from_random_blocks
+from bigbird.core.block_layout import (
+    ABSENT,
+    BIGBIRD_2021,
+    BlockLayout,
+    PatternOptions,
+    layout_from_random_blocks,
+)
 from bigbird.core.memory import planned_memory
 from bigbird.core.recompute_grad import RecomputeContext, get_recompute_context, recompute_grad
 
@@ -23,10 +29,10 @@ ROUNDINGS = 8
 SEED = [3, 4]
 
 
-def draw_layout(rng, num_heads=2, num_blocks=8, block_size=4, num_random=2):
+def draw_layout(rng, num_heads=2, num_blocks=8, block_size=4, num_random=2, options=BIGBIRD_2021):
     """A pattern whose random blocks may be absent, repeated or in the window."""
     random = rng.integers(ABSENT, num_blocks, [num_heads, num_blocks - 2, num_random])
-    return layout_from_random_blocks(random, block_size)
+    return layout_from_random_blocks(random, block_size, options)
 
 
 def draw_inputs(rng, batch, num_heads, queries, keys, width, dtype="float32"):
@@ -48,7 +54,7 @@ def oracle_weights(mask, layout=None, queries=None):
     if layout is None:
         return np.repeat(mask[:, None, None, :], queries, axis=2)
     num_blocks = mask.shape[1] // layout.block_size
-    counts = oracle.pattern(layout.key_blocks, num_blocks, layout.block_size)
+    counts = oracle.pattern(layout, num_blocks)
     return counts * mask[:, None, :, None] * mask[:, None, None, :]
 
 
@@ -85,11 +91,17 @@ def test_the_oracle_gradients_are_central_differences():
 @settings(max_examples=25)
 @given(st.data())
 def test_sparse_attention_equals_the_float64_oracle(data):
-    """Any length up to the layout's, blocks, random blocks, heads, masks, dtypes and budgets."""
+    """Any length up to the layout's, pattern, heads, masks, dtypes and budgets."""
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     batch, num_heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     num_blocks, block_size = data.draw(st.integers(4, 9)), data.draw(st.sampled_from([1, 2, 5]))
-    layout = draw_layout(rng, num_heads, num_blocks, block_size, data.draw(st.integers(0, 3)))
+    options = PatternOptions(
+        num_window_blocks=data.draw(st.sampled_from([1, 3, 5])),
+        num_global_blocks=data.draw(st.integers(1, 2)),
+        global_token_positions=data.draw(st.sampled_from([(), (block_size * 2,)])),
+    )
+    num_random = data.draw(st.integers(0, 3))
+    layout = draw_layout(rng, num_heads, num_blocks, block_size, num_random, options)
     length = data.draw(st.integers(1, num_blocks)) * block_size
     mask = rng.random([batch, length]) < data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     dtype = data.draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"]))
@@ -169,7 +181,7 @@ def test_dropout_depends_on_seed_and_pair_and_not_on_layout_or_budget():
         return np.concatenate(output_and_gradients(*inputs, None, layout, **options))
 
     dense = step(None, SEED)
-    for same in (step(None, SEED, 1), step(BlockLayout(4, everything), SEED)):
+    for same in (step(None, SEED, 1), step(BlockLayout(4, everything, np.array([0, 7])), SEED)):
         np.testing.assert_allclose(same, dense, atol=1e-5)
     assert np.abs(step(None, [3, 5]) - dense).max() > 0.1
 

@@ -37,7 +37,7 @@ def test_both_tables_hold_the_pattern_at_every_length(data):
     layout = layout_from_random_blocks(random, block_size=1)
     length = data.draw(st.integers(1, num_blocks))
 
-    expected = pattern(layout.key_blocks, length, block_size=1)
+    expected = pattern(layout, length)
     query_tiles, key_tiles = tile_tables(layout)
     np.testing.assert_array_equal(_counts(query_tiles, length, transposed=False), expected)
     np.testing.assert_array_equal(_counts(key_tiles, length, transposed=True), expected)
@@ -59,6 +59,6 @@ def test_a_short_input_needs_few_extra_tiles():
 def test_a_block_that_lists_nothing_has_an_empty_tile():
     key_blocks = np.full([1, 4, 1], ABSENT, np.int32)
     key_blocks[0, 1, 0] = 2
-    query_tiles, _ = tile_tables(BlockLayout(16, key_blocks))
+    query_tiles, _ = tile_tables(BlockLayout(16, key_blocks, np.array([0, 3])))
     assert np.all(query_tiles.first[0, 2] == ABSENT)
     np.testing.assert_array_equal(query_tiles.first[0, 1, 0], 2)

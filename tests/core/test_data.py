@@ -66,7 +66,9 @@ class TestOpenSource:
         path = tmp_path / f"a.{kind}"
         records = [{"text": "a", "label": value} for value in (0, 1, label, 7)]
         request.getfixturevalue(f"write_{kind}")(path, records)
-        with pytest.raises(DataError, match=rf"example 2 .* from 0 to 1; received {label}\."):
+        with pytest.raises(
+            DataError, match=rf"example 2 .* below --num_labels=2; received {label}\."
+        ):
             open_source(str(path), "train", FIELDS, num_labels=2)
 
     def test_locates_a_truncated_tfrecord(self, tmp_path, write_tfrecord):
@@ -200,7 +202,7 @@ class TestEncodeDocuments:
             encode_documents([""], tokenizer, SpecialTokens(cls=9999), 4)
 
     def test_refuses_a_length_without_room_for_text(self, tokenizer):
-        with pytest.raises(ValueError, match="max_length=2.*--max_encoder_length"):
+        with pytest.raises(ValueError, match="max_encoder_length=2.*--max_encoder_length"):
             encode_documents([""], tokenizer, SPECIAL, 2)
 
     def test_huge_document_is_cut(self, tokenizer):

@@ -7,6 +7,7 @@ import tf_keras as keras
 
 from bigbird.core import encoder
 from bigbird.core.attention import MultiHeadedAttentionLayer
+from bigbird.core.recompute_grad import RecomputeContext
 
 SIZES = {
     "hidden_size": 16,
@@ -91,3 +92,28 @@ def test_sparse_attention_between_unlike_lengths_is_refused():
 def test_attention_returns_heads_apart():
     layer = MultiHeadedAttentionLayer("original_full", 2, 8, name="attention/self")
     assert layer(_hidden(32), _hidden(48)).shape == [1, 32, 2, 8]
+
+
+@pytest.mark.parametrize("attention_type", ["block_sparse", "simulated_sparse"])
+@pytest.mark.parametrize("applies", [True, False])
+def test_sparse_types_drop_attention_only_where_asked(attention_type, applies):
+    layer = MultiHeadedAttentionLayer(
+        attention_type,
+        num_attention_heads=2,
+        size_per_head=4,
+        num_rand_blocks=1,
+        from_seq_length=640,
+        to_seq_length=640,
+        attention_probs_dropout_prob=0.5,
+        sparse_attention_dropout=applies,
+    )
+    hidden = tf.random.stateless_normal([1, 640, 8], seed=[0, 1])
+
+    def attended(seed, training=True):
+        with RecomputeContext(seed=seed):
+            return layer(hidden, hidden, training=training).numpy()
+
+    plain = attended(1, training=False)
+    np.testing.assert_array_equal(attended(1), attended(1))
+    assert np.array_equal(attended(1), plain) != applies
+    assert np.array_equal(attended(1), attended(2)) != applies

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from absl.testing import flagsaver
 
 from bigbird.core import flags
 
@@ -80,11 +81,9 @@ def test_a_task_keeps_its_2021_defaults(module):
 @pytest.fixture
 def parsed():
     """Parses no flags, and gives every flag its former value back at the end."""
-    saved = {name: (flag.value, flag.present) for name, flag in FLAGS._flags().items()}
-    FLAGS(["program"])
-    yield FLAGS
-    for name, (value, present) in saved.items():
-        FLAGS[name].value, FLAGS[name].present = value, present
+    with flagsaver.flagsaver():
+        FLAGS(["program"])
+        yield FLAGS
 
 
 def test_flags_become_a_config(parsed):
@@ -109,13 +108,27 @@ def test_special_ids_default_to_those_of_2021(parsed):
     assert (special.cls, special.sep, special.mask) == (65, 66, 67)
 
 
-def test_a_user_error_reaches_the_terminal_without_a_traceback():
-    program = (
-        "from bigbird.core import flags\n"
-        "def main(_): raise ValueError('the remedy')\n"
-        "flags.run(main)\n"
+def test_an_earlier_run_gives_the_flags_that_the_command_line_leaves_open(parsed):
+    parsed(["program", "--hidden_size=24"])
+    flags.adopt({"hidden_size": 48, "num_hidden_layers": 3}, ["hidden_size", "num_hidden_layers"])
+    assert (parsed.hidden_size, parsed.num_hidden_layers) == (24, 3)
+
+
+def _run_program(main, *arguments):
+    program = f"import tensorflow as tf\nfrom bigbird.core import flags\nflags.run({main})\n"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("main", ["lambda _: int('remedy')", "lambda _: tf.io.read_file('remedy')"])
+def test_a_user_error_reaches_the_terminal_without_a_traceback(main):
+    result = _run_program(main)
     assert result.returncode == 1
-    assert "ValueError: the remedy" in result.stderr
+    assert "remedy" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_help_lists_every_flag():
+    told = _run_program("lambda _: None", "--help").stdout
+    assert "--num_hidden_layers" in told and "--[no]use_gradient_checkpointing" in told

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from bigbird.core import builtin_documents
+from bigbird.core import builtin_documents, builtin_summaries
 from bigbird.core.record_files import DataError
 from bigbird.core.sources import find_files, open_records
 
@@ -106,6 +106,17 @@ def test_builtin_documents_are_read_up_to_the_limit(tmp_path, monkeypatch, write
     assert few.label_names == list("abcde")
     with pytest.raises(DataError, match="has the splits train, validation, test; received dev"):
         open_records("builtin://documents", "dev", ("text", "label"))
+
+
+def test_builtin_summaries_are_read_up_to_the_limit(tmp_path, monkeypatch, write_jsonl):
+    monkeypatch.setattr(builtin_summaries, "prepare", lambda: tmp_path)
+    pair = {"document": "long", "summary": "short", "file": "a.py"}
+    write_jsonl(tmp_path / "validation.jsonl", [pair] * 3)
+    source = open_records("builtin://summaries?limit=2", "validation", ("document", "summary"))
+    assert (
+        list(source.records().as_numpy_iterator())
+        == [{"document": b"long", "summary": b"short"}] * 2
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,25 @@ S tokens in a block.
 import numpy as np
 
 
-def pattern(key_blocks, num_blocks, block_size):
+def pattern(layout, num_blocks):
     """How often every query token counts every key token: `[H, L, L]`, L = num_blocks · S.
 
-    `key_blocks` is `[H, N, K]`, -1 where unused. Rows 0 and N-1 see every block once; an input of
-    fewer than N blocks sees the first rows and columns.
+    A layout has `block_size` S, `key_blocks` `[H, N, K]`, -1 where unused, and `global_blocks`,
+    whose rows see every block once. An input of fewer than N blocks sees the first rows and
+    columns.
     """
-    num_heads, pattern_blocks, _ = key_blocks.shape
+    num_heads, pattern_blocks, _ = layout.key_blocks.shape
     counts = np.zeros([num_heads, pattern_blocks, pattern_blocks])
     for head in range(num_heads):
         for row in range(pattern_blocks):
-            if row in (0, pattern_blocks - 1):
+            if row in layout.global_blocks:
                 counts[head, row] = 1
                 continue
-            for block in key_blocks[head, row]:
+            for block in layout.key_blocks[head, row]:
                 if block >= 0:
                     counts[head, row, block] += 1
     counts = counts[:, :num_blocks, :num_blocks]
-    return np.kron(counts, np.ones([block_size, block_size]))
+    return np.kron(counts, np.ones([layout.block_size, layout.block_size]))
 
 
 def attention(query, key, value, weights, keep=1.0):

@@ -1,0 +1,182 @@
+"""Distillation on real text: four modes from one start, and the speed of a cache against a teacher.
+
+    python -m benchmarks.bench_distillation                  # an hour on two cores
+    python -m benchmarks.bench_distillation --parts=speed
+
+`modes` runs `distill.sh` in `runs/benchmarks/distillation` (what is there is not done again) and
+writes `results/distillation_modes.csv` and `.png`: training loss and held-out divergence from the
+full teacher. `speed` times training steps beside a teacher with four times the student's parameters
+and from its cache, turn by turn, with peak memory in fresh processes:
+`results/distillation_speed.csv`.
+"""
+
+import argparse
+import csv
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+import tf_keras as keras
+from matplotlib.figure import Figure
+
+from benchmarks import harness
+from bigbird.core.config import BigBirdConfig
+from bigbird.distillation.cache import TeacherCache, TeacherCacheWriter
+from bigbird.distillation.cache_format import RecordFormat
+from bigbird.distillation.capture import capture, plan_capture
+from bigbird.distillation.report import Run
+from bigbird.distillation.toolkit_models import new_model
+from bigbird.distillation.topk_teacher import TopKTeacher
+from bigbird.distillation.trainer import MODES, Distiller
+
+RUNS = pathlib.Path("runs/benchmarks/distillation")
+SCRIPT = pathlib.Path(__file__).parents[1] / "bigbird" / "distillation" / "distill.sh"
+LABELS = "labels"
+
+VOCABULARY, LENGTH, HIDDEN, KEPT, BATCH = 8000, 128, 20, 100, 16
+TEACHER = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
+STUDENT = {"num_hidden_layers": 2, "hidden_size": 120, "intermediate_size": 480}
+VARIANTS = ("online", "offline_fused")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="modes,speed", help="modes, speed, or both")
+    parser.add_argument("--repeats", type=int, default=30, help="timed steps of each variant")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak:
+        with tempfile.TemporaryDirectory() as directory:
+            harness.report_peak_rss(step_of(arguments.peak, directory), calls=5)
+        return
+    if "modes" in arguments.parts.split(","):
+        compare_modes()
+    if "speed" in arguments.parts.split(","):
+        measure_speed(arguments.repeats)
+
+
+def prepare_runs():
+    """Runs the script, whose finished parts are not done again."""
+    environment = {**os.environ, "RUNS": str(RUNS), "PYTHON": sys.executable}
+    subprocess.run([SCRIPT], check=True, env=environment)
+
+
+def compare_modes():
+    """Curves of the four modes and of hard labels alone, and how far they are apart."""
+    prepare_runs()
+    runs = {name: Run.read(str(RUNS / name)) for name in (*MODES, LABELS)}
+    losses = {name: dict(run.curve("train", "loss")) for name, run in runs.items()}
+    divergences = {name: dict(run.curve("validation", "kl")) for name, run in runs.items()}
+    path = harness.RESULTS / "distillation_modes.csv"
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", "step", "training_loss", "held_out_kl"])
+        for name, by_step in losses.items():
+            for step, loss in by_step.items():
+                kl = divergences[name].get(step)
+                writer.writerow([name, step, f"{loss:.6f}", "" if kl is None else f"{kl:.6f}"])
+    draw_curves(losses, divergences, path.with_suffix(".png"))
+    offline = [np.array(list(losses[name].values())) for name in MODES if name != "online"]
+    apart = max(np.max(np.abs(other / offline[0] - 1)) for other in offline[1:])
+    print(f"The offline modes' losses are within {apart:.2e} of each other at every logged step.")
+    for name, by_step in divergences.items():
+        print(f"{name:24} held-out divergence {list(by_step.values())[-1]:.4f} nats")
+
+
+def draw_curves(losses, divergences, path):
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    styles = dict(zip(MODES, ("-", "-", "--", ":"), strict=True))
+    for name in MODES:
+        left.plot(*zip(*losses[name].items(), strict=True), styles[name], label=name)
+    for name, by_step in divergences.items():
+        style = styles.get(name, "-.")
+        right.plot(*zip(*by_step.items(), strict=True), style, marker=".", label=name)
+    left.set(xlabel="step", ylabel="nats a token", title="training loss")
+    right.set(xlabel="step", ylabel="nats a token", title="held-out divergence from the teacher")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def config(sizes):
+    return BigBirdConfig(
+        vocab_size=VOCABULARY,
+        max_encoder_length=LENGTH,
+        max_position_embeddings=LENGTH,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **sizes,
+    )
+
+
+def random_cache(directory):
+    """A cache of random sequences; what a teacher thinks of them does not change the speed."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(100, VOCABULARY, size=[4 * BATCH, LENGTH]).astype(np.int32)
+    mask = np.argsort(rng.random(ids.shape), axis=-1) < HIDDEN
+    data = tf.data.Dataset.from_tensor_slices({"input_ids": ids, "mask": mask})
+    layout = RecordFormat(VOCABULARY, KEPT, compact=True)
+    model = new_model("masked_lm", config(TEACHER))
+    teacher = TopKTeacher(model, layout, batch_size=BATCH, max_length=LENGTH)
+    with TeacherCacheWriter(directory, **layout.to_json()) as writer:
+        capture(teacher, data, plan_capture(data), writer)
+    return TeacherCache(directory)
+
+
+def step_of(variant, directory):
+    """A training step: reading a batch from a cache, and an update."""
+    cache = random_cache(directory)
+    student = new_model("masked_lm", config(STUDENT))
+    model = Distiller(
+        student,
+        VOCABULARY,
+        mode=variant,
+        teacher=new_model("masked_lm", config(TEACHER)) if variant == "online" else None,
+        max_rows=cache.manifest["max_rows"],
+    )
+    model.compile(keras.optimizers.Adam(1e-3), run_seed=0, jit_compile=True)
+    batches = iter(cache.dataset(BATCH))
+    return lambda: tf.constant(model.train_on_batch(next(batches))[0])
+
+
+def measure_speed(repeats):
+    """Steps beside the teacher and from the cache, turn by turn."""
+    sizes = {name: parameters(s) for name, s in (("teacher", TEACHER), ("student", STUDENT))}
+    print(f"{sizes}: the teacher has {sizes['teacher'] / sizes['student']:.2f} times as many.")
+    with tempfile.TemporaryDirectory() as directory:
+        steps = {name: step_of(name, os.path.join(directory, name)) for name in VARIANTS}
+        timings = harness.measure_in_turn(steps, repeats, warmup=3)
+    rows = [
+        harness.Row(
+            name,
+            "xla",
+            f"B={BATCH} L={LENGTH} R={HIDDEN} V={VOCABULARY} K={KEPT}",
+            "float32",
+            timing=timings[name],
+            peak_rss_bytes=harness.peak_rss_in_fresh_process(__spec__.name, ["--peak", name]),
+        )
+        for name in VARIANTS
+    ]
+    harness.write_csv(harness.RESULTS / "distillation_speed.csv", rows)
+    online, cached = (timings[name].p50 for name in VARIANTS)
+    print(
+        f"Steps a second: online {1 / online:.2f}, cached {1 / cached:.2f}: {online / cached:.2f}x"
+    )
+    for row in rows:
+        print(f"{row.variant}: peak {row.peak_rss_bytes / 2**20:,.0f} MiB above idle")
+
+
+def parameters(sizes):
+    weights = new_model("masked_lm", config(sizes)).weights
+    return sum(variable.shape.num_elements() for variable in weights)
+
+
+if __name__ == "__main__":
+    main()

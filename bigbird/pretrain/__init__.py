@@ -1,0 +1,1 @@
+"""Pretraining of encoders: masked words and next sentences."""

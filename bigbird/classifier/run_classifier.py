@@ -18,7 +18,6 @@ import tensorflow as tf
 import tf_keras as keras
 
 from bigbird.core import commands, flags, training
-from bigbird.core.checkpoint import load_tf1_checkpoint
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import (
     ExampleSource,
@@ -26,7 +25,12 @@ from bigbird.core.data import (
     encode_documents,
     open_source,
 )
-from bigbird.core.layers import build_in_scope, create_initializer
+from bigbird.core.layers import (
+    FirstTokenTransform,
+    build_in_scope,
+    create_initializer,
+    get_activation,
+)
 from bigbird.core.memory import fitting_policy
 from bigbird.core.modeling import BertModel
 from bigbird.core.optimization import LinearWarmupLinearDecay
@@ -37,7 +41,7 @@ from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 FLAGS = flags.FLAGS
 
 # Flags that say what a trained classifier computes.
-_MODEL_FLAGS = (*commands.MODEL_FLAGS, "num_labels", "cls_id", "sep_id")
+_MODEL_FLAGS = (*commands.MODEL_FLAGS, "num_labels", "classifier_transform", "cls_id", "sep_id")
 
 flags.define_task_flags(
     data_dir="tfds://imdb_reviews/plain_text",
@@ -52,6 +56,11 @@ flags.define_task_flags(
 )
 commands.define_command_flags()
 flags.DEFINE_integer("num_labels", 2, "Number of classes.")
+flags.DEFINE_bool(
+    "classifier_transform",
+    False,
+    "Whether the classifier reads the first token through a layer of its own, not the pooler.",
+)
 
 
 class ClassifierLossLayer(keras.layers.Layer):
@@ -124,12 +133,28 @@ class ClassifierLossLayer(keras.layers.Layer):
 class BertClassifier(training.SeededModel):
     """A `BertModel` and a `ClassifierLossLayer`: token ids to class log-probabilities."""
 
-    def __init__(self, params, num_labels: int, **kwargs):
-        """Creates the model from a `BigBirdConfig` or a dict of the same keys."""
+    def __init__(self, params, num_labels: int, classifier_transform: bool = False, **kwargs):
+        """Creates the model from a `BigBirdConfig` or a dict of the same keys.
+
+        Args:
+          classifier_transform: whether the classifier reads a `FirstTokenTransform`, as Hugging
+            Face's does, instead of the pooler.
+        """
         super().__init__(**kwargs)
         config = BigBirdConfig.from_params(params)
         self.num_labels = num_labels
+        self.classifier_transform = classifier_transform
         self.bert = BertModel(config)
+        self.transform = None
+        if classifier_transform:
+            self.bert.pooler.trainable = False
+            self.transform = FirstTokenTransform(
+                config.hidden_size,
+                get_activation(config.hidden_act),
+                config.hidden_dropout_prob,
+                config.initializer_range,
+                name=f"{config.scope}/classifier/transform",
+            )
         self.classifier = ClassifierLossLayer(
             config.hidden_size,
             num_labels,
@@ -141,12 +166,24 @@ class BertClassifier(training.SeededModel):
 
     def call(self, input_ids, training=None):
         """`[B, L]` token ids -> float32 `[B, classes]` log-probabilities."""
-        _, pooled_output = self.bert(input_ids, training=training)
-        _, log_probs = self.classifier(pooled_output, training=training)
+        sequence_output, hidden = self.bert(input_ids, training=training)
+        if self.transform is not None:
+            hidden = self.transform(sequence_output, training=training)
+        _, log_probs = self.classifier(hidden, training=training)
         return log_probs
 
+    @property
+    def heads(self) -> dict[str, keras.layers.Layer]:
+        """The heads by their names in `checkpoint.load_initial_weights`."""
+        heads = {"classifier": self.classifier, "classifier_transform": self.transform}
+        return {name: head for name, head in heads.items() if head is not None}
+
     def get_config(self):
-        return {"params": self.bert.config.to_dict(), "num_labels": self.num_labels}
+        return {
+            "params": self.bert.config.to_dict(),
+            "num_labels": self.num_labels,
+            "classifier_transform": self.classifier_transform,
+        }
 
 
 class ServedClassifier(tf.Module):
@@ -251,7 +288,7 @@ def _batches_of_flags(source, is_training=False, start_step=0):
 
 def _compiled_model(config: BigBirdConfig, settings: training.TrainingSettings) -> BertClassifier:
     with commands.model_scope():
-        model = BertClassifier(config, FLAGS.num_labels)
+        model = BertClassifier(config, FLAGS.num_labels, FLAGS.classifier_transform)
         schedule = LinearWarmupLinearDecay(
             FLAGS.learning_rate, FLAGS.num_train_steps, FLAGS.num_warmup_steps
         )
@@ -321,8 +358,7 @@ def main(_):
     config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer)
     model = _compiled_model(config, settings)
     print(f"The model has {model.count_params():,} parameters.")
-    if FLAGS.init_checkpoint:
-        print(load_tf1_checkpoint(model.bert, FLAGS.init_checkpoint, head=model.classifier))
+    commands.load_init_checkpoint(model.bert, model.heads)
 
     if FLAGS.do_train:
         identity = commands.identity(config, (*_MODEL_FLAGS, *commands.TRAINING_FLAGS))

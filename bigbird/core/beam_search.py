@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 # The cache starts with room for so many positions and doubles when it is full, so that a step costs
-# what the text so far costs, not what the longest text would.
+# what the text so far costs, not what the longest text would cost.
 FIRST_CAPACITY = 64
 
 _NEVER = float("-inf")
@@ -40,7 +40,7 @@ class DecodingOptions:
       alpha, beam_start: of the length normalisation; alpha 0 does not normalise.
       early_stopping: True ends the search for a document once it has `beam_size` finished texts and
         no live one, at its present length, scores better than the worst of them. False goes on
-        until no live one could become the best at any length, which is what taking every step gives.
+        until no live one could become the best at any length, as if every step were taken.
       sample: draws tokens instead of taking the likeliest; `beam_size` must be 1.
       temperature: divides the logits before a draw.
       top_k: draws from the k likeliest tokens; 0 from all.
@@ -145,8 +145,8 @@ class Decoded(NamedTuple):
     scores: tf.Tensor
 
 
-# `step(tokens, position, cache, visible)` writes the tokens [B, K] of one position, an int32 scalar,
-# into the cache, slot by slot, and returns (logits of the next tokens [B, K, V], cache). `visible`,
+# `step(tokens, position, cache, visible)` writes the tokens [B, K] of one position, a scalar, into
+# the cache, slot by slot, and returns (logits of the next tokens [B, K, V], cache). `visible`,
 # boolean [B or 1, K or 1, C, K], tells which (position, slot) pairs are a beam's past and present.
 Step = Callable[[tf.Tensor, tf.Tensor, Any, tf.Tensor], tuple[tf.Tensor, Any]]
 
@@ -377,18 +377,18 @@ def _steer(logits, ids, position, options, special):
         logits = _cap(logits, ids, tf.where(written, lowered, -_NEVER))
     allowed = logits
     if 0 < options.no_repeat_ngram_size <= options.max_length:
-        last, repeats = _repeated(ids, position, options.no_repeat_ngram_size)
-        allowed = _cap(allowed, last, tf.where(repeats, _NEVER, -_NEVER))
+        followers, repeats = _repeated(ids, position, options.no_repeat_ngram_size)
+        allowed = _cap(allowed, followers, tf.where(repeats, _NEVER, -_NEVER))
+    vocabulary = tf.range(special.vocab_size)
     if options.min_length and special.eos is not None:
-        eos = tf.fill([tf.shape(ids)[0], 1], special.eos)
-        too_short = position < options.min_length
-        allowed = _cap(allowed, eos, tf.where(too_short, _NEVER, tf.fill(tf.shape(eos), -_NEVER)))
+        early = (vocabulary == special.eos) & (position < options.min_length)
+        allowed += tf.where(early, _NEVER, 0.0)
     if options.forced_first_ids:
         count = len(options.forced_first_ids)
         forced = tf.gather(options.forced_first_ids, tf.minimum(position, count - 1))
-        free = (position >= count) | (tf.range(special.vocab_size) == forced)
         # What is forced overrules what is forbidden.
-        allowed = tf.where(free, tf.where(position < count, logits, allowed), _NEVER)
+        only = logits + tf.where(vocabulary == forced, 0.0, _NEVER)
+        allowed = tf.where(position < count, only, allowed)
     return logits, allowed
 
 

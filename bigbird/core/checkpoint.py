@@ -20,8 +20,8 @@ from bigbird.core.huggingface_files import HuggingFaceTensors, write_pretrained
 from bigbird.core.modeling import TransformerModel
 from bigbird.core.name_maps import Named, named_variables
 from bigbird.core.pretrained_config import (
-    BERT,
-    PEGASUS,
+    BERT_FAMILY,
+    PEGASUS_FAMILY,
     check_same_model,
     config_from_pretrained,
     settings_of,
@@ -107,15 +107,13 @@ def load_initial_weights(
         return _load(model, tensors, heads, extend_positions, ignore_mismatched)
 
 
-def load_tf1_checkpoint(
-    model: keras.Model, path: str, head: keras.layers.Layer | None = None
-) -> LoadReport:
+def load_tf1_checkpoint(model: keras.Model, path: str, heads: Heads | None = None) -> LoadReport:
     """Loads a TF1-format checkpoint of the 2021 toolkit into a built model.
 
     Args:
       model: a `BertModel` or `TransformerModel`.
       path: the checkpoint's prefix (`…/model.ckpt-0`), or a directory with a `checkpoint` file.
-      head: a built `ClassifierLossLayer`, loaded too where the checkpoint has one.
+      heads: as those of `load_initial_weights`.
 
     Returns:
       A `LoadReport`; optimizer slots are passed over without a word.
@@ -125,7 +123,6 @@ def load_tf1_checkpoint(
         or a tensor of another shape; the model is then unchanged.
     """
     prefix = tf.train.latest_checkpoint(path) if tf.io.gfile.isdir(path) else path
-    heads = {} if head is None else {"classifier": head}
     with TfCheckpoint(prefix or path) as tensors:
         return _load(model, tensors, heads)
 
@@ -174,7 +171,7 @@ def save_safetensors(
     """
     heads = heads or {}
     num_labels = heads["classifier"].num_labels if "classifier" in heads else None
-    family = PEGASUS if isinstance(model, TransformerModel) else BERT
+    family = PEGASUS_FAMILY if isinstance(model, TransformerModel) else BERT_FAMILY
     settings = settings_of(model.config, family, heads, num_labels, type_code)
     named = named_variables(model, "hf", heads)
 

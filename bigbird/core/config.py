@@ -132,12 +132,18 @@ class BigBirdConfig:
             "block_size",
             "max_encoder_length",
             "max_decoder_length",
-            "decoder_depth",
             "beam_size",
             "gradient_checkpointing_every_n",
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}: expected at least 1.")
+        if self.num_decoder_layers is not None and self.num_decoder_layers < 1:
+            raise ValueError(
+                f"num_decoder_layers={self.num_decoder_layers}: expected at least 1, or None for "
+                "as many as the encoder has."
+            )
+        if self.alpha < 0:
+            raise ValueError(f"alpha={self.alpha}: expected at least 0.")
         if self.num_rand_blocks < 0:
             raise ValueError(f"num_rand_blocks={self.num_rand_blocks}: expected at least 0.")
         if not self.layer_norm_epsilon > 0:

@@ -5,6 +5,7 @@ No model is made: tensors are renamed and transposed by `name_maps.py`, one afte
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import numpy as np
@@ -15,10 +16,9 @@ from bigbird.core.config import BigBirdConfig
 from bigbird.core.huggingface_files import write_pretrained, write_settings
 from bigbird.core.modeling import BertModel, TransformerModel
 from bigbird.core.name_maps import BERT, HEADS, TRANSFORMER, Row, named_rows, named_variables
-from bigbird.core.pretrained_config import BERT as BERT_FAMILY
 from bigbird.core.pretrained_config import (
-    PEGASUS,
-    SEP_ID,
+    BERT_FAMILY,
+    PEGASUS_FAMILY,
     TYPE_NAMES,
     Family,
     check_same_model,
@@ -27,7 +27,7 @@ from bigbird.core.pretrained_config import (
 from bigbird.core.safetensors_files import CheckpointError
 from bigbird.core.tensor_sources import TensorSource, open_tensors
 from bigbird.core.tf_checkpoint_files import write_tf1_checkpoint
-from bigbird.core.vocabulary import find_vocabulary
+from bigbird.core.vocabulary import SpecialTokens, find_vocabulary
 
 TARGETS = ("safetensors", "tf1")
 PREFIX = "model.ckpt-0"
@@ -41,7 +41,7 @@ def convert(
     *,
     type_code: str = "F32",
     vocabulary: str | None = None,
-    sep_id: int = SEP_ID,
+    special: SpecialTokens | None = None,
     encoder_only: bool = False,
 ) -> str:
     """Writes a checkpoint in another layout.
@@ -53,7 +53,7 @@ def convert(
       target: `safetensors` (Hugging Face's layout) or `tf1` (2021 names, read by TensorFlow 1).
       type_code: how safetensors are stored: F32, BF16 or F16.
       vocabulary: SentencePiece model file to put beside the weights.
-      sep_id: id of SEP, which Hugging Face's `config.json` has and a model does not know.
+      special: ids to write into `config.json`, where a model does not know them.
       encoder_only: whether to leave the heads out.
 
     Returns:
@@ -62,6 +62,8 @@ def convert(
     Raises:
       CheckpointError: where the checkpoint is not that model's, or the target cannot hold it.
     """
+    if special is None:
+        special = SpecialTokens(config.pad_token_id, config.eos_token_id, config.bos_token_id)
     naming = "hf" if target == "safetensors" else "tf1"
     with open_tensors(path) as tensors:
         if tensors.naming == "hf":
@@ -81,12 +83,13 @@ def convert(
         if target == "safetensors":
             shapes = {name: _target_shape(row, tensors) for name, row in by_target.items()}
             num_labels = shapes["classifier.out_proj.bias"][0] if "classifier" in heads else None
-            settings = settings_of(config, family, heads, num_labels, type_code, sep_id)
+            settings = settings_of(config, family, heads, num_labels, type_code, special.sep)
             write_pretrained(output_dir, shapes, read, settings, type_code, vocabulary)
         else:
             values = {name: tf.cast(read(name), tf.float32) for name in by_target}
             write_tf1_checkpoint(os.path.join(output_dir, PREFIX), values)
-            write_settings(output_dir, config.to_dict(), vocabulary)
+            ids = {f"{token}_id": value for token, value in dataclasses.asdict(special).items()}
+            write_settings(output_dir, {**config.to_dict(), **ids}, vocabulary)
         left_out = sorted(set(tensors.shapes) - sources)
         lines = [tensors.description, f"wrote {len(by_target)} tensors to {output_dir}"]
         return "\n".join([*lines, f"left out {len(left_out)}", *(f"  {n}" for n in left_out)])
@@ -95,11 +98,9 @@ def convert(
 def _rows_of_model(tensors: TensorSource, config: BigBirdConfig) -> tuple[list[Row], Family]:
     """Returns the rows of the model, after a check that the source has each in the right shape."""
     encoder_decoder = any("encdec" in name or "encoder_attn" in name for name in tensors.shapes)
-    model_class, table, family = (
-        (TransformerModel, TRANSFORMER, PEGASUS)
-        if encoder_decoder
-        else (BertModel, BERT, BERT_FAMILY)
-    )
+    model_class, table, family = BertModel, BERT, BERT_FAMILY
+    if encoder_decoder:
+        model_class, table, family = TransformerModel, TRANSFORMER, PEGASUS_FAMILY
     # In a graph variables have shapes and no values.
     with tf.Graph().as_default():
         named = named_variables(model_class(config), tensors.naming)
@@ -170,7 +171,7 @@ def _main(_):
             values.to,
             type_code=values.store_as,
             vocabulary=find_vocabulary(values.vocab_model_file) if wanted else None,
-            sep_id=values.sep_id,
+            special=flags.special_tokens(),
             encoder_only=values.encoder_only,
         )
     )

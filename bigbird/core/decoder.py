@@ -7,8 +7,8 @@ K beams, D model, H heads, E per head.
     x = block(cross-attention, x)     to the encoded document
     x = block(feed-forward, x)
 
-where a block is pre- or post-norm as in `encoder.py`. Attention is full. The stack has one LayerNorm
-more: on its input if post-norm, on its output if pre-norm.
+where a block is pre- or post-norm as in `encoder.py`. Attention is full. The stack has one
+LayerNorm more: on its input if post-norm, on its output if pre-norm.
 
 A decoder layer is an encoder layer with cross-attention in the middle. In a coupled model it shares
 with its encoder layer everything that both have, as the same layer objects.
@@ -18,6 +18,7 @@ Source: Vaswani et al., arXiv:1706.03762; Rothe et al., arXiv:1907.12461 (shared
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -25,7 +26,7 @@ import tf_keras as keras
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tf_keras.src.utils import control_flow_util
 
-from bigbird.core.attention import MultiHeadedAttentionLayer, dense_attention
+from bigbird.core.attention import MultiHeadedAttentionLayer, masked_softmax
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.encoder import EncoderLayer, recomputed_as_configured
 from bigbird.core.layers import LayerNorm, build_in_scope, gelu, get_activation, join_heads
@@ -179,18 +180,14 @@ class DecoderLayer(EncoderLayer):
         """
         inner = self._before(self.attention_norm, hidden)
         new = self.attention.keys_and_values(inner, beams)
-        cache = KeysValues(*(write_position(*pair, position) for pair in zip(cache, new)))
-        context = dense_attention(
-            self.attention.queries(inner, beams),
-            _join_positions_and_beams(cache.key),
-            _join_positions_and_beams(cache.value),
-            visible,
-        )
+        cache = KeysValues(*map(functools.partial(write_position, position), cache, new))
+        query = self.attention.queries(inner, beams)
+        context = _attend(query, *(_join_positions_and_beams(x) for x in cache), visible)
         hidden = self._after(self.attention_norm, hidden, self.attention_output(_rows(context)))
 
         inner = self._before(self.cross_norm, hidden)
         query = self.cross_attention.queries(inner, beams)
-        context = dense_attention(query, document.key, document.value, document_mask)
+        context = _attend(query, *document, document_mask)
         hidden = self._after(self.cross_norm, hidden, self.cross_output(_rows(context)))
         return self._feed_forward_block(hidden, training=False), cache
 
@@ -353,7 +350,7 @@ def causal_mask(length):
     return (positions[:, tf.newaxis] >= positions)[tf.newaxis, tf.newaxis]
 
 
-def write_position(cache, new, position):
+def write_position(position, cache, new):
     """Writes `[B, H, K, E]` into `[B, H, C, K, E]` at one position, in place.
 
     No single operation does so both under XLA and without it: a scatter copies the whole cache
@@ -380,6 +377,23 @@ def _join_positions_and_beams(cache):
     """`[B, H, C, K, E]` -> `[B, H, C·K, E]`."""
     shape = tf.shape(cache)
     return tf.reshape(cache, [shape[0], cache.shape[1], -1, cache.shape[4]])
+
+
+def _attend(query, keys, values, mask):
+    """Attention of the few queries `[B, H, K, E]` of a step.
+
+    On a CPU a product of a few rows with a matrix takes several times as long as one of each row by
+    itself, hence the axis of size 1.
+
+    Args:
+      keys, values: `[B, H, S, E]`.
+      mask: boolean, broadcastable to `[B, H, K, S]`.
+    """
+    query *= tf.cast(query.shape[-1] ** -0.5, query.dtype)
+    scores = tf.matmul(query[:, :, :, tf.newaxis], keys[:, :, tf.newaxis], transpose_b=True)
+    probabilities = masked_softmax(tf.cast(scores, tf.float32), mask[:, :, :, tf.newaxis])
+    probabilities = tf.cast(probabilities, values.dtype)
+    return tf.squeeze(tf.matmul(probabilities, values[:, :, tf.newaxis]), axis=3)
 
 
 def _rows(context):

@@ -21,6 +21,7 @@ from bigbird.core import block_layout
 from bigbird.core.attention import MultiHeadedAttentionLayer
 from bigbird.core.config import NORM_TYPES, BigBirdConfig
 from bigbird.core.layers import (
+    LAYER_NORM_EPSILON,
     LayerNorm,
     build_in_scope,
     create_initializer,
@@ -72,6 +73,7 @@ class EncoderLayer(keras.layers.Layer):
         recompute_attention: bool = False,
         pattern=block_layout.BIGBIRD_2021,
         sparse_attention_dropout: bool = False,
+        layer_norm_epsilon: float = LAYER_NORM_EPSILON,
         **kwargs,
     ):
         """Creates the layer.
@@ -106,6 +108,7 @@ class EncoderLayer(keras.layers.Layer):
         self.pattern_length = pattern_length
         self.max_position_embeddings = max_position_embeddings
         self.recompute_attention = recompute_attention
+        self.layer_norm_epsilon = layer_norm_epsilon
 
         scope = self.name
         self.attention = MultiHeadedAttentionLayer(
@@ -140,11 +143,11 @@ class EncoderLayer(keras.layers.Layer):
         )
         # The norms sit where 2021 checkpoints have them.
         if norm_type == "prenorm":
-            self.attention_norm = LayerNorm(name=f"{scope}/attention/self/LayerNorm")
-            self.output_norm = LayerNorm(name=f"{scope}/intermediate/LayerNorm")
+            self.attention_norm = self._norm("attention/self/LayerNorm")
+            self.output_norm = self._norm("intermediate/LayerNorm")
         else:
-            self.attention_norm = LayerNorm(name=f"{scope}/attention/output/LayerNorm")
-            self.output_norm = LayerNorm(name=f"{scope}/output/LayerNorm")
+            self.attention_norm = self._norm("attention/output/LayerNorm")
+            self.output_norm = self._norm("output/LayerNorm")
 
     def _dense(self, path, units, use_bias=True, activation=None):
         return keras.layers.Dense(
@@ -154,6 +157,9 @@ class EncoderLayer(keras.layers.Layer):
             kernel_initializer=create_initializer(self.initializer_range),
             name=f"{self.name}/{path}",
         )
+
+    def _norm(self, path):
+        return LayerNorm(self.layer_norm_epsilon, name=f"{self.name}/{path}")
 
     def build(self, input_shape):
         hidden_shape = [*input_shape[:-1], self.hidden_size]
@@ -246,6 +252,7 @@ class EncoderLayer(keras.layers.Layer):
             "pattern": dataclasses.asdict(self.attention.pattern),
             "sparse_attention_dropout": self.attention.sparse_attention_dropout,
             "recompute_attention": self.recompute_attention,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
         }
 
 
@@ -325,6 +332,7 @@ class EncoderStack(keras.layers.Layer):
             pattern=config.pattern,
             sparse_attention_dropout=config.sparse_attention_dropout,
             recompute_attention=config.checkpointing_policy == "attention",
+            layer_norm_epsilon=config.layer_norm_epsilon,
         )
 
     def build(self, input_shape):

@@ -40,7 +40,6 @@ DEFINE_string = _shared_between_tasks(flags.DEFINE_string)
 DEFINE_integer = _shared_between_tasks(flags.DEFINE_integer)
 DEFINE_float = _shared_between_tasks(flags.DEFINE_float)
 DEFINE_bool = DEFINE_boolean = _shared_between_tasks(flags.DEFINE_bool)
-DEFINE_list = _shared_between_tasks(flags.DEFINE_list)
 DEFINE_enum = _shared_between_tasks(flags.DEFINE_enum)
 DEFINE_list = _shared_between_tasks(flags.DEFINE_list)
 

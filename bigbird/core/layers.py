@@ -79,7 +79,6 @@ class LayerNorm(keras.layers.LayerNormalization):
 
     def call(self, inputs):
         if inputs.shape.rank == 2:
-            # Keras counts the axes when it builds the layer.
             return super().call(inputs[:, tf.newaxis])[:, 0]
         return super().call(inputs)
 

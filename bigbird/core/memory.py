@@ -213,7 +213,7 @@ def _size(variables):
 
 
 def fitting_policy(
-    params, batch_size: int, optimizer: str = "AdamWeightDecay", plan=plan_training
+    params, batch_size: int, optimizer: str = "AdamWeightDecay", plan=None
 ) -> BigBirdConfig:
     """Returns the config with its `auto` policy resolved: the fastest that fits the budget.
 
@@ -225,7 +225,7 @@ def fitting_policy(
       batch_size: documents in a batch.
       optimizer: as in `optimization.create_optimizer`.
       plan: function of config, batch size and optimizer that returns the `TrainingPlan` of a task's
-        model; an encoder's by default.
+        model; `plan_training`, an encoder's, where None.
 
     Raises:
       ValueError: if the budget is not set, or nothing meets it; says what the smallest plan needs.
@@ -237,6 +237,7 @@ def fitting_policy(
         raise ValueError(
             "gradient_checkpointing_policy='auto' needs a budget: set --memory_budget_gb."
         )
+    plan = plan or plan_training
     needed = {}
     for policy in POLICIES_BY_TIME:
         candidate = config.replace(gradient_checkpointing_policy=policy)

@@ -120,7 +120,7 @@ class TransformerModel(keras.Model):
     (`pegasus/decoder/layer_0/attention/encdec/query/kernel`, …).
 
     Example:
-      >>> model = TransformerModel({"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000})
+      >>> model = TransformerModel({"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99})
       >>> decoded = model.generate(tf.ones([2, 700], tf.int32))
       >>> decoded.ids.shape
       TensorShape([2, 128])
@@ -190,7 +190,8 @@ class TransformerModel(keras.Model):
         """
         encoder_output, mask = self.encode(input_ids, training=training)
         if not training:
-            pred_ids = self._search(encoder_output, mask, self.decoding_options()).ids
+            search = self._search_in_graph if tf.executing_eagerly() else self._search
+            pred_ids = search(encoder_output, mask, self.decoding_options()).ids
             target_ids = pred_ids if target_ids is None else target_ids
         elif target_ids is None:
             raise ValueError("training=True needs target_ids [B, T].")
@@ -237,16 +238,14 @@ class TransformerModel(keras.Model):
         )
 
     def vocabulary_logits(self, hidden):
-        """Projects hidden states `[…, D]` to logits `[…, V]`."""
+        """Projects hidden states `[B, T, D]` to logits `[B, T, V]`, in the compute dtype."""
         table = tf.cast(self.embeddings.word_embeddings, hidden.dtype)
-        rows = tf.reshape(hidden, [-1, self.config.hidden_size])
-        logits = tf.matmul(rows, table, transpose_b=True)
-        return tf.reshape(logits, tf.concat([tf.shape(hidden)[:-1], [self.config.vocab_size]], 0))
+        return tf.einsum("BTD,VD->BTV", hidden, table)
 
     @property
     def output_kernel(self):
         """The kernel of the projection to the vocabulary, `[D, V]`: the table, transposed."""
-        return tf.transpose(self.embeddings.word_embeddings)
+        return tf.transpose(tf.cast(self.embeddings.word_embeddings, self.compute_dtype))
 
     def decoding_options(self, **changes) -> DecodingOptions:
         """Returns the config's `beam_size`, `alpha` and `max_decoder_length` as options."""
@@ -258,11 +257,10 @@ class TransformerModel(keras.Model):
         }
         return DecodingOptions(**{**defaults, **changes})
 
-    @tf.function(autograph=False)
     def generate(self, input_ids, options: DecodingOptions | None = None) -> Decoded:
         """Finds a text for every document.
 
-        Runs as one graph, also when it is called eagerly; a new `options` or length of documents
+        Runs as one graph, also when it is called eagerly; a new `options` or shape of documents
         traces it anew. Inside a `tf.function(jit_compile=True)` it is compiled by XLA.
 
         Args:
@@ -276,8 +274,16 @@ class TransformerModel(keras.Model):
           ValueError: for a static length beyond the model's, or options that the vocabulary or the
             position table cannot meet.
         """
+        options = options or self.decoding_options()
+        if tf.executing_eagerly():
+            return self._generate_in_graph(tf.convert_to_tensor(input_ids), options)
+        return self._generate(input_ids, options)
+
+    def _generate(self, input_ids, options):
         encoder_output, mask = self.encode(input_ids, training=False)
-        return self._search(encoder_output, mask, options or self.decoding_options())
+        return self._search(encoder_output, mask, options)
+
+    _generate_in_graph = tf.function(_generate, autograph=False)
 
     def _search(self, encoder_output, mask, options):
         config = self.config
@@ -287,6 +293,8 @@ class TransformerModel(keras.Model):
                 f"(max_position_embeddings={config.max_position_embeddings}): decode fewer tokens."
             )
         document = self.decoder.read_document(encoder_output)
+        # Made once: a product with the transpose of the table would be several times as slow.
+        output_kernel = self.output_kernel
         batch_size = tf.shape(encoder_output)[0]
         beams = options.beam_size
 
@@ -296,7 +304,7 @@ class TransformerModel(keras.Model):
             hidden, cache = self.decoder.step(
                 hidden, beams, position, cache, visible, document, mask
             )
-            logits = self.vocabulary_logits(hidden)
+            logits = tf.matmul(hidden, output_kernel)
             return tf.reshape(logits, [-1, beams, config.vocab_size]), cache
 
         special = SpecialIds(
@@ -305,11 +313,13 @@ class TransformerModel(keras.Model):
         cache = self.decoder.empty_cache(batch_size, beams)
         return decode(step, cache, batch_size, options, special)
 
+    _search_in_graph = tf.function(_search, autograph=False)
+
     def _log_probs(self, logits, target_ids):
-        logits = tf.cast(logits, tf.float32)
-        picked = tf.gather(logits, target_ids, axis=2, batch_dims=2)
-        log_probs = picked - tf.reduce_logsumexp(logits, axis=-1)
-        return tf.where(self._is_text(target_ids), log_probs, 0.0)
+        cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            target_ids, tf.cast(logits, tf.float32)
+        )
+        return tf.where(self._is_text(target_ids), -cross_entropy, 0.0)
 
     def _is_text(self, target_ids):
         return tf.not_equal(target_ids, self.config.pad_token_id)

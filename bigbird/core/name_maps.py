@@ -171,6 +171,10 @@ HEADS = {
     ),
 }
 
+# A classifier over the pooler is none of Hugging Face's, whose weights would mean something else
+# in it: in their naming it has a name that no file has.
+POOLED_CLASSIFIER = _dense("", "{scope}/classifier", "pooled_classifier")
+
 # How names begin in the files of a model without heads, and what they lack.
 HF_BARE = (("embeddings.", "bert."), ("shared.", "model."))
 # In Hugging Face's files: second names of one tensor, where a model of ours has no variable for it;
@@ -250,10 +254,14 @@ def named_variables(
     config = model.config
     rows = TRANSFORMER if isinstance(model, TransformerModel) else BERT
     named = _resolve(model, rows, naming, config)
-    for key, head in (heads or {}).items():
+    heads = heads or {}
+    for key, head in heads.items():
         if key not in HEADS:
             raise ValueError(f"heads: expected keys from {', '.join(HEADS)}; received {key!r}.")
-        named.update(_resolve(head, HEADS[key], naming, config))
+        rows = HEADS[key]
+        if key == "classifier" and "classifier_transform" not in heads:
+            rows = POOLED_CLASSIFIER
+        named.update(_resolve(head, rows, naming, config))
     return named
 
 

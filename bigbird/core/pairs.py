@@ -167,11 +167,10 @@ def survey_pairs(source: ExampleSource, encoder: PairEncoder) -> PairSurvey:
     def measure(batch):
         lengths = encoder.whole_summaries(batch["summary"]).row_lengths()
         ids = encoder.summaries(batch["summary"])
-        documents = tf.strings.length(tf.strings.strip(batch["document"]))
         return {
             "cut": lengths > encoder.max_decoder_length,
             "empty_summaries": tf.equal(lengths, 1),
-            "empty_documents": tf.equal(documents, 0),
+            "empty_documents": _is_empty(batch["document"]),
             "targets": ids,
         }
 
@@ -194,15 +193,27 @@ def survey_pairs(source: ExampleSource, encoder: PairEncoder) -> PairSurvey:
     return survey
 
 
+def warn_of_empty_documents(source: ExampleSource) -> None:
+    """Counts the documents of white space alone, whose summaries mean nothing, and logs them."""
+
+    def count(empty, example):
+        return empty + tf.cast(_is_empty(example["document"]), tf.int64)
+
+    empty = int(source.dataset.reduce(tf.constant(0, tf.int64), count))
+    _warn(source, empty, "documents are empty: their summaries come from nothing")
+
+
+def _is_empty(text):
+    return tf.equal(tf.strings.length(tf.strings.strip(text)), 0)
+
+
 def _log(survey: PairSurvey, source: ExampleSource, encoder: PairEncoder):
-    for count, what in (
-        (
-            survey.cut,
-            f"summaries are longer than --max_decoder_length={encoder.max_decoder_length} tokens "
-            "and are cut",
-        ),
-        (survey.empty_documents, "documents are empty: their summaries are learned from nothing"),
-        (survey.empty_summaries, "summaries are empty: the model learns to end at once"),
-    ):
-        if count:
-            logging.warning("%s: %d of %d %s.", source.description, count, survey.examples, what)
+    longest = f"--max_decoder_length={encoder.max_decoder_length}"
+    _warn(source, survey.cut, f"summaries are longer than {longest} tokens and are cut")
+    _warn(source, survey.empty_documents, "documents are empty: their summaries come from nothing")
+    _warn(source, survey.empty_summaries, "summaries are empty: the model learns to end at once")
+
+
+def _warn(source: ExampleSource, count: int, what: str):
+    if count:
+        logging.warning("%s: %d of %d %s.", source.description, count, source.num_examples, what)

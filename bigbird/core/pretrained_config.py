@@ -78,7 +78,7 @@ _BOTH = {
     "pad_token_id": ("pad_token_id", 0),
 }
 
-BERT = Family(
+BERT_FAMILY = Family(
     model_type="big_bird",
     keys={
         **_BOTH,
@@ -119,7 +119,7 @@ BERT = Family(
     },
 )
 
-PEGASUS = Family(
+PEGASUS_FAMILY = Family(
     model_type="bigbird_pegasus",
     keys={
         **_BOTH,
@@ -159,7 +159,7 @@ PEGASUS = Family(
     special_pieces={},
     architectures={frozenset(): "BigBirdPegasusForConditionalGeneration"},
 )
-FAMILIES = {family.model_type: family for family in (BERT, PEGASUS)}
+FAMILIES = {family.model_type: family for family in (BERT_FAMILY, PEGASUS_FAMILY)}
 
 # Keys that change no number a model computes: descriptions, and settings of generation.
 _WITHOUT_EFFECT = frozenset(
@@ -178,6 +178,7 @@ _RUN_FIELDS = frozenset(
 )
 # Fields that no tensor's shape tells; another value computes something else from the same weights.
 _SHAPELESS_FIELDS = (
+    "decoder_depth",
     "hidden_act",
     "layer_norm_epsilon",
     "norm_type",
@@ -259,9 +260,9 @@ def _pretrained_values(directory: str) -> dict[str, Any]:
     values = {name: value for name, value in config.items() if name not in _RUN_FIELDS}
     for token in ("pad", "bos", "eos"):
         values[f"{token}_id"] = config[f"{token}_token_id"]
-    if family is BERT:
+    if family is BERT_FAMILY:
         values["sep_id"] = _value(path, settings, "sep_token_id", SEP_ID)
-    if any("SequenceClassification" in str(name) for name in settings.get("architectures") or ()):
+    if "SequenceClassification" in str(settings.get("architectures")):
         values["classifier_transform"] = True
         if isinstance(settings.get("id2label"), dict):
             values["num_labels"] = len(settings["id2label"])
@@ -276,7 +277,10 @@ def _run_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(BigBirdConfig)} - _RUN_FIELDS
     names = fields | {"classifier_transform", "num_labels", "vocab_model_file"}
     names |= {f"{field.name}_id" for field in dataclasses.fields(SpecialTokens)}
-    return {name: value for name, value in settings.items() if name in names}
+    # The flags of a model's special ids have other names than its fields.
+    fields_as_flags = {f"{t}_id": settings.get(f"{t}_token_id") for t in ("pad", "bos", "eos")}
+    values = {name: value for name, value in fields_as_flags.items() if value is not None}
+    return {**values, **{name: value for name, value in settings.items() if name in names}}
 
 
 def settings_of(
@@ -312,7 +316,7 @@ def settings_of(
         **{key: values[field] for key, (field, _) in family.keys.items()},
     }
     settings.update({key: settings[other] for key, (other, _) in family.equal.items()})
-    if family is BERT:
+    if family is BERT_FAMILY:
         settings["sep_token_id"] = sep_id
     if num_labels is not None:
         settings["id2label"] = {str(label): f"LABEL_{label}" for label in range(num_labels)}
@@ -384,7 +388,7 @@ def _check_keys(path: str, settings: Mapping[str, Any], family: Family) -> None:
                 "expected equal values."
             )
     for key, value in settings.items():
-        if key in family.required and value != family.required[key]:
+        if key in family.required and value not in (None, family.required[key]):
             raise CheckpointError(
                 f"{path}: {key}={value!r:.80} is not supported; expected "
                 f"{json.dumps(family.required[key])}."

@@ -26,8 +26,7 @@ _OPTIMIZER_STATE = re.compile(
     r"(/(adam|adafactor|momentum|adagrad|lamb)[^/]*$)|(/(m|v|vr|vc)$)|(^(global_step|beta\d_power)$)",
     re.IGNORECASE,
 )
-# Objects beside the weights in our checkpoints and exports.
-_NO_WEIGHTS = re.compile(r"(^|/)(optimizer|save_counter|keras_api|[a-z]*_?metrics?)(/|$)")
+_OPTIMIZER_OBJECT = re.compile(r"(^|/)optimizer/")
 
 
 class TfCheckpoint:
@@ -68,7 +67,9 @@ class TfCheckpoint:
             for node in graph.nodes
             for attribute in node.attributes
             if attribute.checkpoint_key in shapes
-            and not _NO_WEIGHTS.search(attribute.checkpoint_key)
+            # Weights are named by their path in the model; counters and metrics are not.
+            and "/" in attribute.full_name
+            and not _OPTIMIZER_OBJECT.search(attribute.checkpoint_key)
         }
 
     def drop_implied(self, wanted: Container[str]) -> None:

@@ -125,13 +125,24 @@ def read_manifest(directory: str | os.PathLike) -> dict[str, Any] | None:
         ) from error
 
 
-def write_manifest(directory: str | os.PathLike, manifest: dict[str, Any]) -> None:
-    """Writes the manifest, whole or not at all."""
-    write_durably(pathlib.Path(directory) / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+def write_manifest(
+    directory: str | os.PathLike, manifest: dict[str, Any], alone: bool = False
+) -> None:
+    """Writes the manifest, whole or not at all; `alone` as for `write_durably`."""
+    path = pathlib.Path(directory) / MANIFEST
+    write_durably(path, json.dumps(manifest, indent=1) + "\n", alone)
 
 
-def write_durably(path: pathlib.Path, text: str) -> None:
-    """Writes a file that is on the disk, whole, before it has its name."""
+def write_durably(path: pathlib.Path, text: str, alone: bool) -> None:
+    """Writes a file that is on the disk, whole, before it has its name.
+
+    Args:
+      alone: whether nobody else can be writing this file; what killed writers of it have left
+        under their temporary names is then removed.
+    """
+    if alone:
+        for leftover in path.parent.glob(f"{path.name}.tmp*"):
+            leftover.unlink()
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         with open(temporary, "w") as file:
@@ -250,7 +261,8 @@ class ShardWriter:
             # An index of a shard that is replaced would promise another file.
             self._path.with_suffix(".json").unlink(missing_ok=True)
             _rename_durably(self._temporary, self._path)
-            write_durably(self._path.with_suffix(".json"), json.dumps(dataclasses.asdict(index)))
+            text = json.dumps(dataclasses.asdict(index))
+            write_durably(self._path.with_suffix(".json"), text, alone=True)
         return index
 
     def abort(self) -> None:

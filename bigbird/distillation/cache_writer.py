@@ -283,5 +283,5 @@ def finalize_cache(directory: str | os.PathLike) -> dict[str, Any]:
         **{n: max((getattr(i, n) for i in indices.values()), default=0) for n in _LONGEST},
         "shards": [{"name": shard_path("", n).name, **indices[n].summary} for n in numbers],
     }
-    write_manifest(directory, manifest)
+    write_manifest(directory, manifest, alone=True)
     return manifest

@@ -178,7 +178,8 @@ class Distiller(training.SeededModel):
     def test_step(self, data):
         """Compares the student with its teacher; see the class."""
         features, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        rows = self._rows(features, self(features, training=False))
+        with training.inference_context():
+            rows = self._rows(features, self(features, training=False))
         tokens = tf.reduce_sum(tf.cast(rows["mask"], tf.float32))
         targets = self._targets(rows, temperature=1.0)
         keeps_all = self.mode == "online" or targets.kept == self.teacher_vocab_size

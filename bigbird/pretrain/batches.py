@@ -113,6 +113,7 @@ def pretraining_dataset(
     seed: int = 0,
     start_step: int = 0,
     crop_to_block: int | None = None,
+    pad_id: int = 0,
 ) -> tf.data.Dataset:
     """Returns batches of the features of `WordMasker`.
 
@@ -126,6 +127,7 @@ def pretraining_dataset(
       start_step: number of training batches already seen; the stream is exactly the rest.
       crop_to_block: cuts the padding behind the longest example of a batch, rounded up to a
         multiple of this.
+      pad_id: id of padding.
     """
     first = start_step * batch_size if training else 0
     examples = endless_examples(source, seed, first) if training else source.dataset
@@ -139,16 +141,13 @@ def pretraining_dataset(
     made = numbered.map(features, num_parallel_calls=tf.data.AUTOTUNE)
     batches = made.batch(batch_size)
     if crop_to_block is not None:
-        batches = batches.map(lambda batch: _cropped(batch, crop_to_block))
+        batches = batches.map(lambda batch: _cropped(batch, crop_to_block, pad_id))
     return batches.prefetch(tf.data.AUTOTUNE)
 
 
-def _cropped(batch, block_size):
-    """Cuts `input_ids` and `segment_ids` behind the last SEP of the batch."""
-    is_padding = tf.reduce_all(batch["input_ids"] == batch["input_ids"][:, -1:], axis=0)
-    length = tf.shape(is_padding)[0] - tf.reduce_sum(
-        tf.cumprod(tf.cast(is_padding, tf.int32), reverse=True)
-    )
+def _cropped(batch, block_size, pad_id):
+    ids = batch["input_ids"]
+    is_used = tf.reduce_any(ids != pad_id, axis=0)
+    length = tf.reduce_max(tf.where(is_used, tf.range(1, tf.size(is_used) + 1), 0))
     end = -(-length // block_size) * block_size
-    cut = {name: batch[name][:, :end] for name in ("input_ids", "segment_ids")}
-    return {**batch, **cut}
+    return {**batch, "input_ids": ids[:, :end], "segment_ids": batch["segment_ids"][:, :end]}

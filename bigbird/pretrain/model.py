@@ -109,7 +109,8 @@ class ServedEncoder(tf.Module):
         """Serves the encoder of `model`; `encode` turns strings `[B]` into ids `[B, L]`."""
         super().__init__()
         # The heads too: an export is a checkpoint that training can go on from.
-        self.exported_variables = model.variables
+        heads = model.heads.values()
+        self.exported_variables = [*model.bert.variables, *(v for h in heads for v in h.variables)]
         # In a closure, since a model as attribute would be exported whole, its training too.
         self._encoded = lambda ids: model.bert(ids, training=False)
         self.encode = encode

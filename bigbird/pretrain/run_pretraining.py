@@ -139,6 +139,7 @@ def _batches(source, make_features, *, is_training=False, start_step=0):
         seed=FLAGS.seed,
         start_step=start_step,
         crop_to_block=FLAGS.block_size if FLAGS.pad_to_batch else None,
+        pad_id=FLAGS.pad_id,
     )
     if not is_training and FLAGS.max_eval_steps:
         batches = batches.take(FLAGS.max_eval_steps)

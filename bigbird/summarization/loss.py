@@ -64,8 +64,7 @@ def smoothed_cross_entropy(logits, labels, smoothing):
     Returns:
       `(H(q, p) - H(q), -log p[label])`, float32 `[...]`.
     """
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing={smoothing}: expected a share in [0, 1); --label_smoothing.")
+    check_smoothing(smoothing)
     logits = tf.cast(logits, tf.float32)
     log_z = tf.reduce_logsumexp(logits, axis=-1)
     picked = tf.gather(logits, labels, axis=-1, batch_dims=labels.shape.rank)
@@ -78,3 +77,15 @@ def smoothed_cross_entropy(logits, labels, smoothing):
     sum_of_log_p = vocab_size * (tf.reduce_mean(logits, axis=-1) - log_z)
     loss = (1 - smoothing - low) * cross_entropy - low * sum_of_log_p - entropy
     return loss, cross_entropy
+
+
+def check_smoothing(smoothing: float) -> None:
+    """Checks the range of the share of label smoothing.
+
+    Raises:
+      ValueError: outside [0, 1).
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(
+            f"label_smoothing={smoothing}: expected a share in [0, 1); change --label_smoothing."
+        )

@@ -15,7 +15,7 @@ from bigbird.core.memory import TrainingPlan, plan_step
 from bigbird.core.modeling import TransformerModel
 from bigbird.core.pairs import PairEncoder
 from bigbird.core.recompute_grad import RecomputeContext
-from bigbird.summarization.loss import smoothed_cross_entropy
+from bigbird.summarization.loss import check_smoothing, smoothed_cross_entropy
 
 
 class Summarizer(training.SeededModel):
@@ -26,8 +26,13 @@ class Summarizer(training.SeededModel):
     """
 
     def __init__(self, params, label_smoothing: float = 0.0, **kwargs):
-        """Creates the model from a `BigBirdConfig` or a dict of the same keys."""
+        """Creates the model from a `BigBirdConfig` or a dict of the same keys.
+
+        Raises:
+          ValueError: for a share of smoothing outside [0, 1).
+        """
         super().__init__(**kwargs)
+        check_smoothing(label_smoothing)
         self.config = BigBirdConfig.from_params(params)
         self.label_smoothing = label_smoothing
         self.transformer = TransformerModel(self.config)

@@ -21,7 +21,7 @@ from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import ExampleSource, open_source
 from bigbird.core.memory import fitting_policy
 from bigbird.core.optimization import InverseSqrtWarmup
-from bigbird.core.pairs import PairEncoder, pair_dataset, survey_pairs
+from bigbird.core.pairs import PairEncoder, pair_dataset, survey_pairs, warn_of_empty_documents
 from bigbird.core.predictions import predict_to_file, read_predictions
 from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 from bigbird.summarization import rouge
@@ -169,8 +169,24 @@ def decoding_options() -> DecodingOptions:
         seed=FLAGS.seed,
         no_repeat_ngram_size=FLAGS.no_repeat_ngram_size,
         repetition_penalty=FLAGS.repetition_penalty,
-        forced_first_ids=tuple(map(int, FLAGS.forced_first_ids)),
+        forced_first_ids=_forced_first_ids(),
     )
+
+
+def _forced_first_ids() -> tuple[int, ...]:
+    try:
+        return tuple(map(int, FLAGS.forced_first_ids))
+    except ValueError as error:
+        raise ValueError(
+            f"--forced_first_ids={','.join(FLAGS.forced_first_ids)}: expected numbers with commas "
+            "between them."
+        ) from error
+
+
+def _check_evaluation():
+    for name, least in (("max_eval_steps", 0), ("lead_sentences", 1)):
+        if FLAGS[name].value < least:
+            raise ValueError(f"--{name}={FLAGS[name].value}: expected at least {least}.")
 
 
 def _open_split(split) -> ExampleSource:
@@ -283,17 +299,16 @@ def _identity_of_summaries(options: DecodingOptions, step: int):
 def main(_):
     """Does what the flags ask: trains, evaluates, exports, predicts, in this order."""
     commands.check_command_flags()
+    _check_evaluation()
     commands.adopt_run(_MODEL_FLAGS)
     settings = commands.training_settings(best_metric="loss", best_mode="min")
     config, options = flags.model_config(), decoding_options()
     _check_options(options, config)
     encoder = pair_encoder(Tokenizer(find_vocabulary(FLAGS.vocab_model_file)))
     sources = commands.open_sources(_open_split, FLAGS.eval_split, "document")
-    surveys = {
-        name: survey_pairs(source, encoder)
-        for name, source in sources.items()
-        if name != "input_file"
-    }
+    if documents := sources.pop("input_file", None):
+        warn_of_empty_documents(documents)
+    surveys = {split: survey_pairs(source, encoder) for split, source in sources.items()}
     config = fitting_policy(config, FLAGS.train_batch_size, FLAGS.optimizer, plan_training)
     model = _compiled_model(config, settings)
     print(f"The model has {model.transformer.count_params():,} parameters.")
@@ -327,9 +342,7 @@ def main(_):
         print(f"Exported to {path}.")
     if FLAGS.do_predict:
         output_file = FLAGS.output_file or os.path.join(settings.output_dir, "predictions.jsonl")
-        summarize_file(
-            served, sources["input_file"], output_file, settings.eval_batch_size, identity
-        )
+        summarize_file(served, documents, output_file, settings.eval_batch_size, identity)
         print(f"Wrote the summaries to {output_file}.")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 from absl.testing import flagsaver
 
 from bigbird.classifier import run_classifier
-from bigbird.core import flags, training
+from bigbird.core import checkpoint, flags, training
 
 FOLDER = pathlib.Path(run_classifier.__file__).parent
 TINY = {
@@ -354,3 +355,40 @@ def test_the_notebook_runs(data_dir, vocabulary_file, monkeypatch):
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
     )
     assert "parameters in" in printed and "accuracy" in printed
+
+
+def test_hugging_faces_classifier_is_evaluated_and_served_without_naming_its_sizes(
+    hf_dir, data_dir, vocabulary_file, tmp_path, capsys
+):
+    directory = tmp_path / "downloaded"
+    shutil.copytree(hf_dir / "hf_bigbird_classifier", directory)
+    shutil.copyfile(vocabulary_file, directory / "spiece.model")
+    output_dir = tmp_path / "run"
+    _run(
+        f"--init_checkpoint={directory}",
+        f"--data_dir={data_dir}",
+        f"--output_dir={output_dir}",
+        f"--input_file={data_dir / 'test.jsonl'}",
+        "--max_encoder_length=640",
+        "--do_train=False",
+        "--do_eval",
+        "--do_predict",
+        "--do_export",
+    )
+    printed = capsys.readouterr().out
+    assert f"Hugging Face safetensors: {directory}" in printed
+    assert "missing 0" in printed and "unused 0" in printed
+    assert all(len(p["probabilities"]) == 3 for p in _predictions(output_dir))
+
+
+def test_the_class_that_reads_the_first_token_equals_the_recorded_classifier(hf_dir):
+    directory = str(hf_dir / "hf_bigbird_classifier")
+    model = run_classifier.BertClassifier(
+        checkpoint.config_from_pretrained(directory), 3, classifier_transform=True
+    )
+    checkpoint.load_safetensors(model.bert, directory, model.heads)
+    recorded = np.load(hf_dir / "hf_bigbird_classifier" / "io.npz")
+    # Float32 sums in different orders.
+    np.testing.assert_allclose(
+        model(recorded["input_ids"]), tf.nn.log_softmax(recorded["logits"]), rtol=0, atol=5e-5
+    )

@@ -256,3 +256,14 @@ def test_a_classifier_over_the_pooler_is_not_written(tiny_params, tmp_path):
     head = ClassifierLossLayer(16, 3, name="bert/classifier")
     with pytest.raises(checkpoint.CheckpointError, match="classifier_transform"):
         checkpoint.save_safetensors(BertModel(tiny_params), str(tmp_path), {"classifier": head})
+
+
+def test_a_classifier_over_the_pooler_does_not_take_theirs(hf_dir):
+    directory = str(hf_dir / "hf_bigbird_classifier")
+    config = checkpoint.config_from_pretrained(directory)
+    head = ClassifierLossLayer(config.hidden_size, 3)
+    before = head.get_weights()
+    report = checkpoint.load_safetensors(BertModel(config), directory, {"classifier": head})
+    assert report.missing == ("pooled_classifier.bias", "pooled_classifier.weight")
+    assert "classifier.out_proj.weight" in report.unused
+    np.testing.assert_array_equal(before[0], head.get_weights()[0])

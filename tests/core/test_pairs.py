@@ -9,7 +9,12 @@ import tensorflow as tf
 from absl import logging
 
 from bigbird.core.data import ExampleSource, open_source
-from bigbird.core.pairs import PairEncoder, pair_dataset, survey_pairs
+from bigbird.core.pairs import (
+    PairEncoder,
+    pair_dataset,
+    survey_pairs,
+    warn_of_empty_documents,
+)
 from bigbird.core.vocabulary import SpecialTokens, Tokenizer
 
 FIELDS = ("document", "summary")
@@ -180,6 +185,15 @@ def test_what_is_cut_or_empty_is_counted_and_said(encoder, caplog):
     assert "2 of 4 summaries are longer than --max_decoder_length=6" in caplog.text
     assert "2 of 4 documents are empty" in caplog.text
     assert "1 of 4 summaries are empty" in caplog.text
+
+
+def test_empty_documents_without_summaries_are_counted_too(tmp_path, write_jsonl, caplog):
+    logging.use_absl_handler()
+    path = tmp_path / "documents.jsonl"
+    write_jsonl(path, [{"document": text} for text in ("token", "", " \t")])
+    with caplog.at_level("WARNING"):
+        warn_of_empty_documents(open_source(str(path), None, ("document",)))
+    assert "2 of 3 documents are empty" in caplog.text
 
 
 def test_nothing_is_said_where_nothing_is_amiss(tokenizer, caplog):

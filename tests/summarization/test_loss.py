@@ -86,7 +86,8 @@ def test_half_precision_logits_are_summed_in_single(example):
 
 
 @pytest.mark.parametrize(
-    ("smoothing", "vocab_size", "told"), [(1.0, V, "smoothing=1.0"), (0.1, V + 1, "vocab_size=8")]
+    ("smoothing", "vocab_size", "told"),
+    [(1.0, V, "label_smoothing=1.0"), (0.1, V + 1, "vocab_size=8")],
 )
 def test_values_outside_their_range_are_told(smoothing, vocab_size, told):
     with pytest.raises(ValueError, match=told):

@@ -153,13 +153,16 @@ def test_a_directory_without_a_run_cannot_be_compared(tmp_path):
 
 
 def test_the_script_makes_teacher_caches_students_and_a_comparison():
-    commands = subprocess.run(
+    printed = subprocess.run(
         [FOLDER / "distill.sh"],
         env={"PATH": "/usr/bin:/bin", "PYTHON": "echo"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
+    # Each command is shown, and here echoed instead of run.
+    assert [line[len("$ python ") :] for line in printed[::2]] == printed[1::2]
+    commands = printed[1::2]
     modules = [command.split()[1].split(".")[-1] for command in commands]
     students = ["run_distillation"] * (len(MODES) + 2)
     assert modules == ["run_pretraining", "cache_teacher", "cache_teacher", *students]

@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 .PHONY: help demo test lint format clean
 
 help:
-	@echo "make demo   fine-tune, evaluate, export and serve a 4,096-token classifier (under ten minutes)"
+	@echo "make demo   a 4,096-token classifier, then distillation from a cache (under ten minutes)"
 	@echo "make test   run the tests"
 	@echo "make lint   check style; make format mends it"
 	@echo "make clean  remove .venv and what the demo wrote"
@@ -28,6 +28,7 @@ $(VENV)/installed-test: pyproject.toml setup.py | $(BIN)/python
 
 demo: $(VENV)/installed-demo
 	$(BIN)/python -m bigbird.classifier.demo
+	$(BIN)/python -m bigbird.distillation.demo
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

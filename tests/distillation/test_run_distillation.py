@@ -127,7 +127,7 @@ def test_a_finished_run_is_not_trained_again_and_another_setting_is_refused(sett
         ({"data_dir": "documents"}, "no --data_dir"),
         ({"do_eval": True, "held_out_cache_dir": ""}, "--do_eval needs --held_out_cache_dir"),
         ({"mode": "online"}, "--mode=online needs --teacher"),
-        ({"task": "seq2seq"}, "task: the cache is of masked_lm"),
+        ({"task": "seq2seq", "max_decoder_length": 8}, "task: the cache is of masked_lm"),
         ({"k": 6}, "5 entries are kept there, 6 are wanted"),
         ({"tail": "bucket", "temperature": 2.0}, "normalisers are stored at 1;"),
         ({"max_encoder_length": 8}, "the student takes 8"),
@@ -153,13 +153,16 @@ def test_a_directory_without_a_run_cannot_be_compared(tmp_path):
 
 
 def test_the_script_makes_teacher_caches_students_and_a_comparison():
-    commands = subprocess.run(
+    printed = subprocess.run(
         [FOLDER / "distill.sh"],
         env={"PATH": "/usr/bin:/bin", "PYTHON": "echo"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
+    # Each command is shown, and here echoed instead of run.
+    assert [line[len("$ python ") :] for line in printed[::2]] == printed[1::2]
+    commands = printed[1::2]
     modules = [command.split()[1].split(".")[-1] for command in commands]
     students = ["run_distillation"] * (len(MODES) + 2)
     assert modules == ["run_pretraining", "cache_teacher", "cache_teacher", *students]
@@ -169,9 +172,10 @@ def test_the_script_makes_teacher_caches_students_and_a_comparison():
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch, vocabulary_file):
-    in_process.write_documents(tmp_path)
+    (tmp_path / "data").mkdir()
+    in_process.write_documents(tmp_path / "data")
     monkeypatch.setenv("FAST", "1")
-    monkeypatch.setenv("DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("VOCAB_MODEL_FILE", vocabulary_file)
     monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

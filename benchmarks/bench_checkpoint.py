@@ -27,7 +27,7 @@ from bigbird.core.vocabulary import SpecialTokens, Tokenizer, find_vocabulary
 CONFIG = BigBirdConfig(
     block_size=64, max_encoder_length=4096, vocab_size=50358, pattern_length="input"
 )
-REPEATS = 5
+REPEATS = 3
 TEXT = ["A long document " * 300]
 
 

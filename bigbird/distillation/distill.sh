@@ -15,11 +15,15 @@ COMMON=(
   --vocab_model_file="${VOCAB_MODEL_FILE:-builtin}"
   --max_encoder_length="$LENGTH"
 )
+run() { # module of the package, then flags
+  echo "\$ python -m bigbird.$*"
+  "$PYTHON" -m "bigbird.$1" "${@:2}"
+}
 DROPOUT=(--hidden_dropout_prob=0 --attention_probs_dropout_prob=0)
 
 if [[ -z "${TEACHER:-}" ]]; then
   TEACHER="$RUNS/teacher"
-  "$PYTHON" -m bigbird.pretrain.run_pretraining "${COMMON[@]}" "${DROPOUT[@]}" \
+  run pretrain.run_pretraining "${COMMON[@]}" "${DROPOUT[@]}" \
     --data_dir="$DATA_DIR" \
     --output_dir="$TEACHER" \
     --max_predictions_per_seq="$HIDDEN" \
@@ -37,7 +41,7 @@ if [[ -z "${TEACHER:-}" ]]; then
 fi
 
 capture() { # split, then flags
-  "$PYTHON" -m bigbird.distillation.cache_teacher "${COMMON[@]}" \
+  run distillation.cache_teacher "${COMMON[@]}" \
     --init_checkpoint="$TEACHER" \
     --data_dir="$DATA_DIR" \
     --split="$1" \
@@ -50,7 +54,7 @@ capture train --k="${K:-100}" --compact --copies="${COPIES:-8}"
 capture validation --k=0
 
 distil() { # name, then flags
-  "$PYTHON" -m bigbird.distillation.run_distillation "${COMMON[@]}" "${DROPOUT[@]}" \
+  run distillation.run_distillation "${COMMON[@]}" "${DROPOUT[@]}" \
     --cache_dir="$RUNS/cache-train" \
     --held_out_cache_dir="$RUNS/cache-validation" \
     --output_dir="$RUNS/$1" \
@@ -74,5 +78,5 @@ for mode in ${MODES:-online offline_dense offline_forward_chunked offline_fused}
   runs+=("$RUNS/$mode")
 done
 distil labels --label_share=1 "$@"
-"$PYTHON" -m bigbird.distillation.run_distillation --compare --report_file="$RUNS/comparison.html" \
+run distillation.run_distillation --compare --report_file="$RUNS/comparison.html" \
   "${runs[@]}" "$RUNS/labels"

@@ -34,7 +34,7 @@ def plan_step(model: Distiller, batch_spec: Mapping[str, tf.TensorSpec]) -> Memo
     def step(*tensors):
         batch = dict(zip(names, tensors, strict=True))
         with tf.GradientTape() as tape, RecomputeContext(seed=0):
-            loss = model.loss(batch)
+            loss = model.batch_loss(batch)
         return loss, tape.gradient(loss, model.trainable_variables)
 
     return planned_memory(step, *batch_spec.values())

@@ -149,7 +149,7 @@ class Distiller(training.SeededModel):
         """A batch -> the student's hidden states `[B, L, D]`."""
         return self.student.hidden_states(features, training)
 
-    def loss(self, features):
+    def batch_loss(self, features):
         """The loss of a batch: float32 `[]`."""
         return self.compute_loss(features, y_pred=self(features, training=True))
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 # The cache starts with room for so many positions and doubles when it is full, so that a step costs
 # what the text so far costs, not what the longest text would cost.
-FIRST_CAPACITY = 64
+FIRST_CAPACITY = 128
 
 _NEVER = float("-inf")
 

@@ -17,13 +17,12 @@ RECORDED = ("seq2seq_prenorm_pegasus", "seq2seq_postnorm_coupled")
 
 @pytest.fixture
 def params(tiny_params):
-    """Parameters of a tiny encoder-decoder whose logits lie well apart."""
+    """Parameters of a tiny encoder-decoder."""
     return {
         **tiny_params,
         "max_encoder_length": 32,
         "max_position_embeddings": 64,
         "max_decoder_length": 8,
-        "initializer_range": 0.5,
         "num_hidden_layers": 1,
         "num_decoder_layers": 2,
         "norm_type": "prenorm",
@@ -31,8 +30,19 @@ def params(tiny_params):
     }
 
 
-@pytest.fixture(autouse=True)
-def _small_capacity(monkeypatch):
+def _model(params, scale=0.5):
+    """A model of the same weights in every run, large enough to set the logits well apart."""
+    model = TransformerModel(params)
+    rng = np.random.default_rng(0)
+    for variable in model.variables:
+        centre = 1.0 if "gamma" in variable.name else 0.0
+        spread = scale if "kernel" in variable.name or "embeddings" in variable.name else 0.1
+        variable.assign(centre + spread * rng.standard_normal(variable.shape))
+    return model
+
+
+@pytest.fixture
+def small_capacity(monkeypatch):
     """The cache grows once in a text of eight tokens."""
     monkeypatch.setattr(beam_search, "FIRST_CAPACITY", 4)
 
@@ -60,15 +70,13 @@ def _load(folder, **changes):
     return model, np.load(folder / "io.npz")
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"), [(RECORDED[0], False), (RECORDED[0], True), (RECORDED[1], True)]
-)
+@pytest.mark.parametrize(("name", "recompute"), [(RECORDED[0], False), (RECORDED[1], True)])
 def test_outputs_and_gradients_equal_the_recorded_ones(reference_dir, name, recompute):
     model, recorded = _load(reference_dir / name, use_gradient_checkpointing=recompute)
     input_ids, target_ids = (tf.constant(recorded[k]) for k in ("input_ids", "target_ids"))
     is_text = tf.cast(target_ids > 0, tf.float32)
 
-    @tf.function
+    @tf.function(autograph=False)
     def forward_backward():
         with tf.GradientTape() as tape:
             (log_probs, logits, pred_ids), encoded = model(input_ids, target_ids, training=True)
@@ -119,11 +127,12 @@ def _teacher_forced(model, documents, ids):
     return model.vocabulary_logits(model.decode(ids, encoded, mask)).numpy()
 
 
-@pytest.mark.parametrize("norm_type", ["prenorm", "postnorm"])
-@pytest.mark.parametrize("couple", [False, True], ids=["apart", "coupled"])
-def test_greedy_is_the_chain_of_likeliest_tokens_at_every_length(params, norm_type, couple):
+@pytest.mark.parametrize(("norm_type", "couple"), [("prenorm", False), ("postnorm", True)])
+def test_greedy_is_the_chain_of_likeliest_tokens_at_every_length(
+    params, small_capacity, norm_type, couple
+):
     depth = None if couple else 2
-    model = TransformerModel(
+    model = _model(
         {
             **params,
             "norm_type": norm_type,
@@ -140,8 +149,10 @@ def test_greedy_is_the_chain_of_likeliest_tokens_at_every_length(params, norm_ty
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])
-def test_the_score_of_a_text_is_its_log_probability_by_teacher_forcing(params, beam_size):
-    model = TransformerModel(params)
+def test_the_score_of_a_text_is_its_log_probability_by_teacher_forcing(
+    params, small_capacity, beam_size
+):
+    model = _model(params)
     documents = _documents()
     decoded = model.generate(documents, DecodingOptions(beam_size, max_length=8, alpha=0.8))
     log_probs = tf.nn.log_softmax(_teacher_forced(model, documents, decoded.ids))
@@ -153,7 +164,7 @@ def test_the_score_of_a_text_is_its_log_probability_by_teacher_forcing(params, b
 
 
 def test_a_call_without_targets_scores_what_it_decodes(params):
-    model = TransformerModel({**params, "beam_size": 2})
+    model = _model({**params, "beam_size": 2})
     documents = _documents()
     (log_probs, logits, pred_ids), encoded = model(documents)
     np.testing.assert_array_equal(pred_ids, model.generate(documents).ids)
@@ -164,7 +175,7 @@ def test_a_call_without_targets_scores_what_it_decodes(params):
 
 
 def test_a_call_with_targets_scores_them_and_decodes(params):
-    model = TransformerModel({**params, "beam_size": 2})
+    model = _model({**params, "beam_size": 2})
     documents, targets = _documents(), _documents()[:, :6]
     (log_probs, logits, pred_ids), _ = model(documents, targets)
     (trained_log_probs, trained_logits, likeliest), _ = model(documents, targets, training=True)
@@ -174,11 +185,10 @@ def test_a_call_with_targets_scores_them_and_decodes(params):
     np.testing.assert_array_equal(pred_ids, model.generate(documents).ids)
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
-def test_compiled_by_xla_it_finds_the_same_texts(params, beam_size):
-    model = TransformerModel(params)
+def test_beams_compiled_by_xla_find_the_same_texts(params):
+    model = _model({**params, "num_decoder_layers": 1})
     options = DecodingOptions(
-        beam_size, max_length=8, no_repeat_ngram_size=2, repetition_penalty=1.5, min_length=2
+        3, max_length=8, no_repeat_ngram_size=2, repetition_penalty=1.5, min_length=2
     )
     compiled = tf.function(lambda ids: model.generate(ids, options), jit_compile=True)
     documents = _documents()
@@ -188,7 +198,7 @@ def test_compiled_by_xla_it_finds_the_same_texts(params, beam_size):
 
 
 def test_samples_are_the_same_with_and_without_xla_and_differ_between_seeds(params):
-    model = TransformerModel({**params, "initializer_range": 0.1})
+    model = _model({**params, "num_decoder_layers": 1}, scale=0.2)
     documents = _documents()
 
     def draw(seed):
@@ -203,59 +213,60 @@ def test_samples_are_the_same_with_and_without_xla_and_differ_between_seeds(para
 
 
 def test_batch_and_length_may_be_unknown_in_a_graph(params):
-    model = TransformerModel(params)
+    model = _model(params)
     options = DecodingOptions(3, max_length=8)
     graph = tf.function(
         lambda ids: model.generate(ids, options).ids,
         input_signature=[tf.TensorSpec([None, None], tf.int32)],
     )
-    for batch, length in [(1, 32), (3, 9), (2, 17)]:
+    for batch, length in [(1, 32), (3, 9)]:
         documents = _documents(batch, length)
         np.testing.assert_array_equal(graph(documents), model.generate(documents, options).ids)
 
 
 class _Summarizer(tf.Module):
-    """What a task exports."""
+    """What a task exports: the variables and a search, without the rest of the model."""
 
     def __init__(self, model, options):
         super().__init__()
-        self.model, self.options = model, options
+        self.exported_variables = model.variables
+        self._generate = lambda input_ids: model.generate(input_ids, options)
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def serve(self, input_ids):
-        decoded = self.model.generate(input_ids, self.options)
+        decoded = self._generate(input_ids)
         return {"ids": decoded.ids, "scores": decoded.scores}
 
 
 def test_an_export_decodes(params, tmp_path):
-    model = TransformerModel(params)
+    model = _model(params)
     options = DecodingOptions(3, max_length=8, no_repeat_ngram_size=2)
-    model(_documents(), _documents()[:, :8])  # Keras saves models that have been called
+    expected = {batch: model.generate(_documents(batch), options) for batch in (1, 3)}
     tf.saved_model.save(_Summarizer(model, options), str(tmp_path))
     loaded = tf.saved_model.load(str(tmp_path))
-    for batch in (1, 3):
-        documents = _documents(batch)
-        expected = model.generate(documents, options)
-        served = loaded.signatures["serving_default"](documents)
-        np.testing.assert_array_equal(served["ids"], expected.ids)
-        np.testing.assert_allclose(served["scores"], expected.scores, rtol=1e-5)
+    for batch, decoded in expected.items():
+        served = loaded.signatures["serving_default"](_documents(batch))
+        np.testing.assert_array_equal(served["ids"], decoded.ids)
+        np.testing.assert_allclose(served["scores"], decoded.scores, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_mixed_precision_decodes_what_it_scores(params, policy):
-    expected = TransformerModel(params)
+@pytest.mark.parametrize(
+    ("policy", "rounding"), [("mixed_bfloat16", 2**-8), ("mixed_float16", 2**-11)]
+)
+def test_mixed_precision_decodes_what_it_scores(params, policy, rounding):
+    expected = _model(params)
     keras.mixed_precision.set_global_policy(policy)
     try:
-        model = TransformerModel(params)
+        model = _model(params)
     finally:
         keras.mixed_precision.set_global_policy("float32")
-    model.set_weights(expected.get_weights())
     documents = _documents()
     hidden, _ = model.hidden_states(documents, documents[:, :8])
     assert hidden.dtype == model.compute_dtype
     close, _ = expected.hidden_states(documents, documents[:, :8])
-    # Eight bits of mantissa through three layers, of values around 1.
-    np.testing.assert_allclose(tf.cast(hidden, tf.float32), close, atol=0.2)
+    # Nothing but rounding, of which three layers have some dozens.
+    error = tf.norm(tf.cast(hidden, tf.float32) - close) / tf.norm(close)
+    assert error < 10 * rounding
     for beam_size in (1, 3):
         decoded = model.generate(documents, DecodingOptions(beam_size, max_length=8, alpha=0.0))
         assert decoded.scores.dtype == tf.float32
@@ -267,7 +278,7 @@ def test_mixed_precision_decodes_what_it_scores(params, policy):
 
 
 def test_an_empty_document_gets_a_finite_text(params):
-    model = TransformerModel(params)
+    model = _model(params)
     documents = tf.concat([_documents(1), tf.zeros([1, 20], tf.int32)], axis=0)
     decoded = model.generate(documents, DecodingOptions(2, max_length=8))
     assert np.isfinite(decoded.scores).all()
@@ -278,23 +289,19 @@ def test_an_empty_document_gets_a_finite_text(params):
 # ------------------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("policy", ["full", "every_n", "attention"])
+@pytest.mark.parametrize("policy", ["full", "attention"])
 def test_recomputation_changes_neither_loss_nor_gradients(params, policy):
     params = {**params, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    model = TransformerModel(params)
-    recomputed = TransformerModel({**params, "gradient_checkpointing_policy": policy})
+    model = _model(params)
+    recomputed = _model({**params, "gradient_checkpointing_policy": policy})
     recomputed.set_weights(model.get_weights())
     documents, targets = _documents(), _documents()[:, :8]
 
     def forward_backward(network):
-        @tf.function
-        def run():
-            with RecomputeContext(seed=tf.constant([1, 2])), tf.GradientTape() as tape:
-                (log_probs, _, _), _ = network(documents, targets, training=True)
-                loss = -tf.reduce_mean(log_probs)
-            return loss, tape.gradient(loss, network.trainable_variables)
-
-        return run()
+        with RecomputeContext(seed=tf.constant([1, 2])), tf.GradientTape() as tape:
+            (log_probs, _, _), _ = network(documents, targets, training=True)
+            loss = -tf.reduce_mean(log_probs)
+        return loss, tape.gradient(loss, network.trainable_variables)
 
     loss, gradients = forward_backward(model)
     other_loss, other_gradients = forward_backward(recomputed)
@@ -310,7 +317,7 @@ def test_recomputation_changes_neither_loss_nor_gradients(params, policy):
 
 
 def test_attention_dropout_reaches_the_decoder(params):
-    model = TransformerModel({**params, "attention_probs_dropout_prob": 0.5})
+    model = _model({**params, "attention_probs_dropout_prob": 0.5})
     encoded, mask = model.encode(_documents())
     targets = _documents()[:, :8]
     once, again = (model.decode(targets, encoded, mask, training=True) for _ in range(2))
@@ -320,7 +327,7 @@ def test_attention_dropout_reaches_the_decoder(params):
 
 
 def test_hidden_states_times_the_output_kernel_are_the_logits(params):
-    model = TransformerModel({**params, "rescale_embedding": True})
+    model = _model({**params, "rescale_embedding": True})
     documents, targets = _documents(), _documents()[:, :8]
     hidden, encoded = model.hidden_states(documents, targets, training=True)
     (_, logits, _), expected = model(documents, targets, training=True)
@@ -329,7 +336,7 @@ def test_hidden_states_times_the_output_kernel_are_the_logits(params):
 
 
 def test_what_follows_a_text_changes_neither_its_scores_nor_its_gradients(params):
-    model = TransformerModel(params)
+    model = _model(params)
     documents, targets = _documents(1), _documents(1)[:, :5]
     padded = tf.pad(targets, [[0, 0], [0, 3]])
     (log_probs, _, _), _ = model(documents, targets, training=True)
@@ -340,7 +347,7 @@ def test_what_follows_a_text_changes_neither_its_scores_nor_its_gradients(params
 
 def test_the_model_is_made_again_from_its_config(params):
     before = dict(params)
-    model = TransformerModel(params)
+    model = _model(params)
     assert params == before
     again = TransformerModel.from_config(model.get_config())
     again.set_weights(model.get_weights())
@@ -355,7 +362,7 @@ def test_the_model_is_made_again_from_its_config(params):
 
 
 def test_what_does_not_fit_the_model_is_refused(params):
-    model = TransformerModel(params)
+    model = _model(params)
     documents = _documents()
     with pytest.raises(ValueError, match="max_encoder_length=32"):
         model(np.ones([1, 33], np.int32))
@@ -384,8 +391,8 @@ def test_a_model_that_cannot_be_built_is_refused(params, changes, message):
 
 
 def test_a_vocabulary_that_lacks_the_end_of_text_token_is_refused(params):
-    model = TransformerModel({**params, "eos_token_id": 50})
+    model = _model({**params, "eos_token_id": 50})
     with pytest.raises(ValueError, match="eos_id=50 is not in the vocabulary"):
         model.generate(_documents())
-    endless = TransformerModel({**params, "eos_token_id": None})
+    endless = _model({**params, "eos_token_id": None})
     assert endless.generate(_documents()).ids.shape == [3, 8]

@@ -39,7 +39,9 @@ SIZES = {
 def main():
     """Runs the tour."""
     start = time.time()
-    print("\n\033[1mDistillation: a teacher is captured once, a student learns from its cache\033[0m")
+    print(
+        "\n\033[1mDistillation: a teacher is captured once, a student learns from its cache\033[0m"
+    )
     shutil.rmtree(RUNS, ignore_errors=True)
     settings = {name: str(value) for name, value in SIZES.items()}
     environment = {**os.environ, **settings, "RUNS": str(RUNS), "PYTHON": sys.executable}

@@ -66,3 +66,13 @@ def test_every_file_states_its_purpose_in_its_first_line():
 def test_only_tf_keras_is_used():
     for path in PACKAGE.rglob("*.py"):
         assert not re.search(r"\btf\.keras\b|^import keras\b|from keras\b", path.read_text()), path
+
+
+def test_every_installed_command_exists():
+    table = (PACKAGE.parent / "pyproject.toml").read_text().split("[project.scripts]")[1]
+    for module, function in re.findall(r'^[\w-]+ = "([\w.]+):(\w+)"$', table, re.MULTILINE):
+        path = (PACKAGE.parent / module.replace(".", "/")).with_suffix(".py")
+        functions = {
+            node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name")
+        }
+        assert function in functions, module

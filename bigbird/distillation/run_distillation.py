@@ -115,7 +115,11 @@ def main(arguments):
         return
     if not FLAGS.cache_dir:
         raise ValueError("Give --cache_dir, the teacher's cache, or --compare.")
-    if FLAGS.data_dir or FLAGS.do_export or not (FLAGS.do_train or FLAGS.do_eval):
+    if (
+        not FLAGS["data_dir"].using_default_value
+        or FLAGS.do_export
+        or not (FLAGS.do_train or FLAGS.do_eval)
+    ):
         raise ValueError(
             "Expected --do_train or --do_eval, no --data_dir (the data are the cache's) and no "
             "--do_export (the output directory is an --init_checkpoint of every command)."

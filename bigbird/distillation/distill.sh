@@ -14,6 +14,7 @@ HIDDEN="${MAX_PREDICTIONS_PER_SEQ:-20}"
 COMMON=(
   --vocab_model_file="${VOCAB_MODEL_FILE:-builtin}"
   --max_encoder_length="$LENGTH"
+  --substitute_newline=" "
 )
 run() { # module of the package, then flags
   echo "\$ python -m bigbird.$*"

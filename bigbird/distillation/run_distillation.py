@@ -129,7 +129,8 @@ def main(arguments):
     cache = TeacherCache(FLAGS.cache_dir)
     held_out = TeacherCache(FLAGS.held_out_cache_dir) if FLAGS.held_out_cache_dir else None
     settings = commands.training_settings(best_metric="kl", best_mode="min")
-    model, config = _compiled_model(cache, settings)
+    max_rows = max(c.manifest["max_rows"] for c in (cache, held_out) if c is not None)
+    model, config = _compiled_model(cache, max_rows, settings)
     _check(cache, held_out, model.student)
     print(f"The student has {_count(model.student):,} parameters.")
     if FLAGS.do_train:
@@ -174,10 +175,9 @@ def _train(model, config, cache, held_out, settings):
     print(f"The report is {report}.")
 
 
-def _compiled_model(cache, settings) -> tuple[Distiller, dict]:
+def _compiled_model(cache, max_rows, settings) -> tuple[Distiller, dict]:
     with commands.model_scope():
         student, config = _student()
-        manifest = cache.manifest
         model = Distiller(
             student,
             cache.format.vocab_size,
@@ -186,10 +186,10 @@ def _compiled_model(cache, settings) -> tuple[Distiller, dict]:
             temperature=FLAGS.temperature,
             tail=FLAGS.tail,
             label_share=FLAGS.label_share,
-            alignment=manifest["alignment"],
+            alignment=cache.manifest["alignment"],
             state_weight=FLAGS.state_weight,
             state_width=cache.format.state_width,
-            max_rows=manifest["max_rows"],
+            max_rows=max_rows,
             chunk_tokens=FLAGS.loss_chunk_tokens,
         )
         schedule = LinearWarmupLinearDecay(

@@ -236,10 +236,11 @@ def _draw(logits, position, options):
 
 
 def _gumbel_argmax(logits, position, seed):
-    # The generator is named because the default differs between compiled and uncompiled code.
-    uniform = tf.random.stateless_uniform(
-        tf.shape(logits), tf.stack([seed, position]), minval=1e-20, alg="philox"
+    # Integers of a named generator: floats, and the default one, differ in compiled code.
+    bits = tf.random.stateless_uniform(
+        tf.shape(logits), tf.stack([seed, position]), None, None, tf.uint32, alg="philox"
     )
+    uniform = (tf.cast(tf.bitwise.right_shift(bits, 8), tf.float32) + 0.5) * 2.0**-24
     return tf.argmax(logits - tf.math.log(-tf.math.log(uniform)), axis=-1, output_type=tf.int32)
 
 

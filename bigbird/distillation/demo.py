@@ -1,4 +1,4 @@
-"""The second act of `make demo`: a teacher, its cache, and a student that never meets it.
+"""The tour behind `make demo-distillation`: a teacher, its cache, a student that never meets it.
 
 It runs `distill.sh` with tiny sizes, and compares the student with one that learned from hard
 labels alone.

@@ -183,8 +183,10 @@ def test_the_search_stops_when_every_text_has_ended(beam_size, early_stopping):
         )
     )
     assert all(len(text) == 3 for text in texts)
-    # The other beams end one step later, being forced to something else when the first ends.
-    assert model.steps <= 3 + (beam_size > 1)
+    # The other beams end one step later, being forced to something else when the first ends. What
+    # could still become the best at full length is followed for longer, but not to the end.
+    may_be_overtaken = beam_size > 1 and not early_stopping
+    assert model.steps < 50 if may_be_overtaken else model.steps <= 3 + (beam_size > 1)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False])

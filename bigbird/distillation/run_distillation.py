@@ -177,12 +177,13 @@ def _train(model, config, cache, held_out, settings):
 
 def _compiled_model(cache, max_rows, settings) -> tuple[Distiller, dict]:
     with commands.model_scope():
-        student, config = _student()
+        packed = "document_ids" in cache.format.fields
+        student, config = _student(packed)
         model = Distiller(
             student,
             cache.format.vocab_size,
             mode=FLAGS.mode,
-            teacher=_teacher() if FLAGS.mode == "online" else None,
+            teacher=_teacher(packed) if FLAGS.mode == "online" else None,
             temperature=FLAGS.temperature,
             tail=FLAGS.tail,
             label_share=FLAGS.label_share,
@@ -199,11 +200,13 @@ def _compiled_model(cache, max_rows, settings) -> tuple[Distiller, dict]:
     return model, config
 
 
-def _student() -> tuple[LanguageModel, dict]:
+def _student(packed) -> tuple[LanguageModel, dict]:
     """The student, and what decides the result of its training."""
     names = _DISTILLATION_FLAGS
     if FLAGS.init_checkpoint and FLAGS.init_checkpoint.endswith(".keras"):
-        student = load_keras_file(FLAGS.init_checkpoint, FLAGS.head_layer, FLAGS.hidden_layer)
+        student = load_keras_file(
+            FLAGS.init_checkpoint, FLAGS.head_layer, FLAGS.hidden_layer, packed
+        )
         return student, {name: FLAGS[name].value for name in names}
     flags.follow_checkpoint()
     config = flags.model_config()
@@ -217,11 +220,11 @@ def _student() -> tuple[LanguageModel, dict]:
     return student, commands.identity(config, (*commands.MODEL_FLAGS, *names))
 
 
-def _teacher() -> LanguageModel:
+def _teacher(packed) -> LanguageModel:
     if not FLAGS.teacher:
         raise ValueError("--mode=online needs --teacher.")
     if FLAGS.teacher.endswith(".keras"):
-        return load_keras_file(FLAGS.teacher, FLAGS.head_layer, FLAGS.hidden_layer)
+        return load_keras_file(FLAGS.teacher, FLAGS.head_layer, FLAGS.hidden_layer, packed)
     values = flag_values(FLAGS.teacher)
     if not values:
         raise ValueError(

@@ -77,7 +77,7 @@ flags.DEFINE_bool(
 flags.DEFINE_bool(
     "pack",
     False,
-    "Whether short sequences fill one up, of task next_token; the model then reads document_ids too.",
+    "Whether short sequences fill one up, of task next_token; models then read document_ids too.",
 )
 flags.DEFINE_integer("copies", 1, "Random windows of each document, of task masked_lm.")
 flags.DEFINE_float("masked_lm_prob", 0.15, "Share of the words that is hidden.")

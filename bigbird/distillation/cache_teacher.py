@@ -27,7 +27,7 @@ from bigbird.distillation.cache import (
     verify_cache,
 )
 from bigbird.distillation.cache_files import file_sha256
-from bigbird.distillation.cache_format import LOGITS_DTYPES, RecordFormat
+from bigbird.distillation.cache_format import LOGITS_DTYPES, OPTIONAL_FIELDS, RecordFormat
 from bigbird.distillation.cache_writer import forget_shards
 from bigbird.distillation.capture import audit, capture, plan_capture, tokens_to_capture
 from bigbird.distillation.students import LanguageModel
@@ -46,7 +46,7 @@ FLAGS = flags.FLAGS
 _DATA_FLAGS = {
     "masked_lm": ("masked_lm_prob", "max_predictions_per_seq", "copies", "seed"),
     "seq2seq": ("max_decoder_length",),
-    "next_token": ("split_documents",),
+    "next_token": ("split_documents", "pack"),
 }
 
 flags.DEFINE_string("cache_dir", None, "Directory of the cache.")
@@ -73,6 +73,11 @@ flags.DEFINE_bool(
     "split_documents",
     False,
     "Whether the rest of a long document makes further sequences, of task next_token.",
+)
+flags.DEFINE_bool(
+    "pack",
+    False,
+    "Whether short sequences fill one up, of task next_token; models then read document_ids too.",
 )
 flags.DEFINE_integer("copies", 1, "Random windows of each document, of task masked_lm.")
 flags.DEFINE_float("masked_lm_prob", 0.15, "Share of the words that is hidden.")
@@ -174,7 +179,9 @@ def _capture_or_audit():
 
 def _teacher() -> tuple[LanguageModel, BigBirdConfig | None]:
     if FLAGS.init_checkpoint.endswith(".keras"):
-        return load_keras_file(FLAGS.init_checkpoint, FLAGS.head_layer, FLAGS.hidden_layer), None
+        return load_keras_file(
+            FLAGS.init_checkpoint, FLAGS.head_layer, FLAGS.hidden_layer, FLAGS.pack
+        ), None
     flags.follow_checkpoint()
     config = flags.model_config()
     return load_teacher(FLAGS.task, config, FLAGS.init_checkpoint), config
@@ -211,11 +218,14 @@ def _sequences(tokenizer: Tokenizer):
         substitute_newline=FLAGS.substitute_newline,
         split_documents=FLAGS.split_documents,
     )
-    return sequences.next_token_sequences(windows)
+    singles = sequences.next_token_sequences(windows)
+    if FLAGS.pack:
+        return sequences.packed_sequences(singles, FLAGS.max_encoder_length)
+    return singles
 
 
 def _layout(model: LanguageModel, data) -> RecordFormat:
-    fields = [name for name in ("target_ids", "labels") if name in data.element_spec]
+    fields = [name for name in OPTIONAL_FIELDS if name in data.element_spec]
     return RecordFormat(
         vocab_size=model.vocab_size,
         k=FLAGS.k or model.vocab_size,

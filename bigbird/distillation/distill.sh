@@ -14,16 +14,21 @@ HIDDEN="${MAX_PREDICTIONS_PER_SEQ:-20}"
 COMMON=(
   --vocab_model_file="${VOCAB_MODEL_FILE:-builtin}"
   --max_encoder_length="$LENGTH"
+  --substitute_newline=" "
 )
 run() { # module of the package, then flags
   echo "\$ python -m bigbird.$*"
   "$PYTHON" -m "bigbird.$1" "${@:2}"
 }
-DROPOUT=(--hidden_dropout_prob=0 --attention_probs_dropout_prob=0)
+MODEL=(
+  --attention_type="${ATTENTION_TYPE:-original_full}"
+  --hidden_dropout_prob=0
+  --attention_probs_dropout_prob=0
+)
 
 if [[ -z "${TEACHER:-}" ]]; then
   TEACHER="$RUNS/teacher"
-  run pretrain.run_pretraining "${COMMON[@]}" "${DROPOUT[@]}" \
+  run pretrain.run_pretraining "${COMMON[@]}" "${MODEL[@]}" \
     --data_dir="$DATA_DIR" \
     --output_dir="$TEACHER" \
     --max_predictions_per_seq="$HIDDEN" \
@@ -54,7 +59,7 @@ capture train --k="${K:-100}" --compact --copies="${COPIES:-8}"
 capture validation --k=0
 
 distil() { # name, then flags
-  run distillation.run_distillation "${COMMON[@]}" "${DROPOUT[@]}" \
+  run distillation.run_distillation "${COMMON[@]}" "${MODEL[@]}" \
     --cache_dir="$RUNS/cache-train" \
     --held_out_cache_dir="$RUNS/cache-validation" \
     --output_dir="$RUNS/$1" \

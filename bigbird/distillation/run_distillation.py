@@ -129,7 +129,8 @@ def main(arguments):
     cache = TeacherCache(FLAGS.cache_dir)
     held_out = TeacherCache(FLAGS.held_out_cache_dir) if FLAGS.held_out_cache_dir else None
     settings = commands.training_settings(best_metric="kl", best_mode="min")
-    model, config = _compiled_model(cache, settings)
+    max_rows = max(c.manifest["max_rows"] for c in (cache, held_out) if c is not None)
+    model, config = _compiled_model(cache, max_rows, settings)
     _check(cache, held_out, model.student)
     print(f"The student has {_count(model.student):,} parameters.")
     if FLAGS.do_train:
@@ -174,22 +175,22 @@ def _train(model, config, cache, held_out, settings):
     print(f"The report is {report}.")
 
 
-def _compiled_model(cache, settings) -> tuple[Distiller, dict]:
+def _compiled_model(cache, max_rows, settings) -> tuple[Distiller, dict]:
     with commands.model_scope():
-        student, config = _student()
-        manifest = cache.manifest
+        packed = "document_ids" in cache.format.fields
+        student, config = _student(packed)
         model = Distiller(
             student,
             cache.format.vocab_size,
             mode=FLAGS.mode,
-            teacher=_teacher() if FLAGS.mode == "online" else None,
+            teacher=_teacher(packed) if FLAGS.mode == "online" else None,
             temperature=FLAGS.temperature,
             tail=FLAGS.tail,
             label_share=FLAGS.label_share,
-            alignment=manifest["alignment"],
+            alignment=cache.manifest["alignment"],
             state_weight=FLAGS.state_weight,
             state_width=cache.format.state_width,
-            max_rows=manifest["max_rows"],
+            max_rows=max_rows,
             chunk_tokens=FLAGS.loss_chunk_tokens,
         )
         schedule = LinearWarmupLinearDecay(
@@ -199,11 +200,13 @@ def _compiled_model(cache, settings) -> tuple[Distiller, dict]:
     return model, config
 
 
-def _student() -> tuple[LanguageModel, dict]:
+def _student(packed) -> tuple[LanguageModel, dict]:
     """The student, and what decides the result of its training."""
     names = _DISTILLATION_FLAGS
     if FLAGS.init_checkpoint and FLAGS.init_checkpoint.endswith(".keras"):
-        student = load_keras_file(FLAGS.init_checkpoint, FLAGS.head_layer, FLAGS.hidden_layer)
+        student = load_keras_file(
+            FLAGS.init_checkpoint, FLAGS.head_layer, FLAGS.hidden_layer, packed
+        )
         return student, {name: FLAGS[name].value for name in names}
     flags.follow_checkpoint()
     config = flags.model_config()
@@ -217,11 +220,11 @@ def _student() -> tuple[LanguageModel, dict]:
     return student, commands.identity(config, (*commands.MODEL_FLAGS, *names))
 
 
-def _teacher() -> LanguageModel:
+def _teacher(packed) -> LanguageModel:
     if not FLAGS.teacher:
         raise ValueError("--mode=online needs --teacher.")
     if FLAGS.teacher.endswith(".keras"):
-        return load_keras_file(FLAGS.teacher, FLAGS.head_layer, FLAGS.hidden_layer)
+        return load_keras_file(FLAGS.teacher, FLAGS.head_layer, FLAGS.hidden_layer, packed)
     values = flag_values(FLAGS.teacher)
     if not values:
         raise ValueError(

@@ -8,6 +8,7 @@ bool, the tokens whose distribution is learned, and what else the kind of model 
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from bigbird.core.data import ExampleSource, replace_newlines
@@ -123,3 +124,39 @@ def pair_sequences(source: ExampleSource, encoder: PairEncoder) -> tf.data.Datas
         }
 
     return source.dataset.map(encode, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def packed_sequences(sequences: tf.data.Dataset, max_length: int) -> tf.data.Dataset:
+    """Short sequences one behind the other, as many as fit, with `document_ids` from 1.
+
+    For models that read `document_ids` and attend within a document only. Sequences keep their
+    order; where one does not fit, the next pack begins.
+
+    Args:
+      sequences: dicts of arrays `[L]`, such as `next_token_sequences` gives.
+      max_length: longest pack; a longer sequence is cut.
+    """
+    signature = {**sequences.element_spec, "document_ids": tf.TensorSpec([None], tf.int32)}
+
+    def packs():
+        pack = []
+        for sequence in sequences.as_numpy_iterator():
+            sequence = {name: values[:max_length] for name, values in sequence.items()}
+            if pack and sum(map(_length, pack)) + _length(sequence) > max_length:
+                yield _join(pack)
+                pack = []
+            pack.append(sequence)
+        if pack:
+            yield _join(pack)
+
+    return tf.data.Dataset.from_generator(packs, output_signature=signature)
+
+
+def _length(sequence):
+    return len(sequence["input_ids"])
+
+
+def _join(pack):
+    joined = {name: np.concatenate([sequence[name] for sequence in pack]) for name in pack[0]}
+    numbers = np.arange(1, len(pack) + 1, dtype=np.int32)
+    return {**joined, "document_ids": np.repeat(numbers, [*map(_length, pack)])}

@@ -93,12 +93,15 @@ def load_teacher(task: str, config: BigBirdConfig, path: str) -> LanguageModel:
     return model
 
 
-def load_keras_file(path: str, head_layer: str | None, hidden_layer: str | None) -> LanguageModel:
+def load_keras_file(
+    path: str, head_layer: str | None, hidden_layer: str | None, packed: bool = False
+) -> LanguageModel:
     """Loads a functional model that tf_keras or Keras 3 saved as a `.keras` file.
 
     Args:
       path: the file.
       head_layer, hidden_layer: as in `functional_model`.
+      packed: whether its inputs are `input_ids` and `document_ids`, or `input_ids` alone.
 
     Raises:
       ValueError: for a file that is none, or a model without such layers.
@@ -110,4 +113,5 @@ def load_keras_file(path: str, head_layer: str | None, hidden_layer: str | None)
         raise ValueError(f"{path} is no .keras file of a saved model: {error}") from error
     library = keras if version.startswith("2.") else importlib.import_module("keras")
     model = library.models.load_model(path, compile=False)
-    return functional_model(model, head_layer, hidden_layer=hidden_layer)
+    names = ("input_ids", "document_ids") if packed else ("input_ids",)
+    return functional_model(model, head_layer, hidden_layer=hidden_layer, input_names=names)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from bigbird.core.training import inference_context
 from bigbird.distillation.cache_format import RecordFormat, TeacherRecord, sequence_key
 from bigbird.distillation.kl_plan import (
     CHUNK_BYTES,
@@ -71,9 +72,7 @@ class TopKTeacher:
         fitting = CHUNK_BYTES // (FLOAT32_BYTES * layout.vocab_size)
         self._chunk_tokens = chunk_tokens or min(max(fitting, SMALLEST_CHUNK_TOKENS), CHUNK_TOKENS)
         self._hidden_states = tf.function(
-            lambda features: tf.cast(model.hidden_states(features, False), tf.float32),
-            autograph=False,
-            jit_compile=jit_compile,
+            self._hidden_states_of, autograph=False, jit_compile=jit_compile
         )
         self._top = tf.function(self._top_of_chunk, autograph=False, jit_compile=jit_compile)
 
@@ -99,6 +98,10 @@ class TopKTeacher:
             for sequence, mask, end in zip(batch, masks, ends, strict=True):
                 part = slice(end - mask.sum(), end)
                 yield self._record(sequence, mask, ids[part], logits[part], log_z[part], rows[part])
+
+    def _hidden_states_of(self, features):
+        with inference_context():
+            return tf.cast(self._model.hidden_states(features, False), tf.float32)
 
     def _mask(self, sequence):
         mask = sequence.get("mask")

@@ -220,6 +220,11 @@ class Distiller(training.SeededModel):
         length = features["mask"].shape[1]
         if self.max_rows is None or (length is not None and length <= self.max_rows):
             return rows
+        tf.debugging.assert_less_equal(
+            tf.math.count_nonzero(features["mask"], axis=1),
+            tf.constant(self.max_rows, tf.int64),
+            "More tokens of a sequence take part than max_rows says: raise it, or leave it out.",
+        )
         # The first places of the tokens that take part, then others without weight.
         _, places = tf.math.top_k(tf.cast(features["mask"], tf.int32), self.max_rows)
         return {name: tf.gather(value, places, batch_dims=1) for name, value in rows.items()}

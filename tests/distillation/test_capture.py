@@ -14,6 +14,7 @@ from bigbird.distillation.capture import (
     shards_to_capture,
     tokens_to_capture,
 )
+from bigbird.distillation.sequences import next_token_sequences, packed_sequences
 from bigbird.distillation.students import functional_model
 from bigbird.distillation.targets import TopKTargets
 from bigbird.distillation.topk_teacher import TopKTeacher
@@ -161,6 +162,44 @@ def test_hidden_states_are_stored_where_they_are_wanted(tmp_path, whole_model, p
     hidden = model.hidden_states({"input_ids": sequence(1)["input_ids"][np.newaxis]}, False)[0]
     stored = tf.cast(cache[cache.keys[1]]["states"], tf.float32)
     np.testing.assert_allclose(stored[mask], hidden[mask], rtol=2**-8, atol=1e-6)
+
+
+class WithinDocuments(tf_keras.layers.Layer):
+    """Attends to earlier tokens of the same document."""
+
+    def call(self, inputs):
+        hidden, document_ids = inputs
+        place = tf.range(tf.shape(hidden)[1])
+        same = document_ids[:, :, tf.newaxis] == document_ids[:, tf.newaxis, :]
+        scores = tf.where(
+            same & (place[:, tf.newaxis] >= place), hidden @ tf.transpose(hidden, [0, 2, 1]), -1e9
+        )
+        return tf.nn.softmax(scores) @ hidden
+
+
+def test_a_packed_document_does_not_see_the_one_before_it(tmp_path):
+    tf_keras.utils.set_random_seed(2)
+    ids, documents = (tf_keras.Input([None], dtype="int32") for _ in range(2))
+    hidden = WithinDocuments()([tf_keras.layers.Embedding(VOCAB_SIZE, 8)(ids), documents])
+    model = tf_keras.Model([ids, documents], tf_keras.layers.Dense(VOCAB_SIZE)(hidden))
+    student = functional_model(model, input_names=("input_ids", "document_ids"))
+    layout = RecordFormat(VOCAB_SIZE, KEPT, fields=("document_ids",), compact=True)
+    records = {}
+    for name, first in (("one", [3, 4, 5]), ("other", [9, 8, 7])):
+        texts = tf.ragged.constant([first, [6, 2, 6, 1]], dtype=tf.int32)
+        singles = next_token_sequences(tf.data.Dataset.from_tensor_slices(texts))
+        data = packed_sequences(singles, 16)
+        teacher = TopKTeacher(student, layout, batch_size=1, max_length=16)
+        with TeacherCacheWriter(tmp_path / name, **layout.to_json()) as writer:
+            capture(teacher, data, plan_capture(data), writer)
+        cache = TeacherCache(tmp_path / name)
+        (records[name],) = (cache[key] for key in cache.keys)
+    one, other = records["one"], records["other"]
+    np.testing.assert_array_equal(one["document_ids"], [1, 1, 1, 2, 2, 2, 2])
+    np.testing.assert_array_equal(one["mask"], [1, 1, 0, 1, 1, 1, 0])
+    for field in ("ids", "logits", "log_z"):
+        np.testing.assert_array_equal(one[field][3:], other[field][3:])
+        assert not np.array_equal(one[field][:2], other[field][:2])
 
 
 def test_the_audit_finds_rounding_in_a_true_cache_and_more_under_another_teacher(

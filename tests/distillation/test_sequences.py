@@ -71,6 +71,23 @@ def test_the_last_token_of_a_text_predicts_nothing(source, tokenizer):
     assert first["mask"].tolist() == [True] * 19 + [False]
 
 
+def test_packs_hold_whole_sequences_in_order_and_say_which(source, tokenizer):
+    windows = sequences.document_windows(source, tokenizer, SPECIAL, 20, split_documents=True)
+    singles = list(sequences.next_token_sequences(windows).as_numpy_iterator())
+    packed = sequences.packed_sequences(sequences.next_token_sequences(windows), 45)
+    packs = list(packed.as_numpy_iterator())
+    assert max(len(pack["input_ids"]) for pack in packs) <= 45 and len(packs) < len(singles)
+    parts = [
+        {name: pack[name][pack["document_ids"] == n] for name in ("input_ids", "mask")}
+        for pack in packs
+        for n in range(1, pack["document_ids"].max() + 1)
+    ]
+    for part, single in zip(parts, singles, strict=True):
+        np.testing.assert_array_equal(part["input_ids"], single["input_ids"])
+        # The last token of a document does not predict the first of the next.
+        np.testing.assert_array_equal(part["mask"], single["mask"])
+
+
 def test_pairs_have_no_padding_and_all_words_of_the_summary_take_part(
     tmp_path, write_jsonl, tokenizer
 ):

@@ -137,6 +137,12 @@ def test_the_head_sees_only_tokens_that_take_part_and_nothing_changes(cache):
     )
 
 
+def test_a_token_that_the_head_would_not_see_is_an_error(cache):
+    model = new_distiller(cache, max_rows=1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="raise it, or leave it out"):
+        losses_of(model, cache, 1)
+
+
 def test_a_compiled_step_is_the_same_step(cache):
     plain, compiled = (new_distiller(cache, jit_compile=jit) for jit in (False, True))
     np.testing.assert_allclose(losses_of(compiled, cache, 2), losses_of(plain, cache, 2), rtol=1e-5)

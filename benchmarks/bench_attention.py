@@ -42,73 +42,76 @@ MIB = 2**20
 # ---------------------------------------------------------------------------- variants
 
 
-def full_attention(query, key, value, penalty):
-    """Attention of all pairs: `[B, H, Q, E]`, `[B, H, T, E]`; `penalty` `[B, 1 or H, T]`."""
+def full_attention(query, key, value, real):
+    """Attention of all pairs: `[B, H, Q, E]`, `[B, H, T, E]`; `real` `[B, 1 or H, T]`, 0 or 1."""
     scores = tf.einsum("BHQE,BHTE->BHQT", query, key) * WIDTH**-0.5
-    probabilities = tf.nn.softmax(scores + penalty[:, :, tf.newaxis])
+    probabilities = tf.nn.softmax(scores + _penalty(real)[:, :, tf.newaxis])
     return tf.einsum("BHQT,BHTE->BHQE", probabilities, value)
 
 
-def gathered_attention(query, key, value, penalty, layout):
+def gathered_attention(query, key, value, real, layout):
     """Block-sparse attention whose middle rows gather all the key blocks they list."""
     listed = layout.key_blocks[:, 1:-1]
     absent = tf.where(listed == ABSENT, MASKED, 0.0)[..., tf.newaxis]
     listed = tf.maximum(listed, 0)
     queries, keys, values = (_split(x) for x in (query, key, value))
-    row_penalty = _join(tf.gather(_split_penalty(penalty), listed, axis=1) + absent)
+    row_penalty = _join(tf.gather(_split_tokens(_penalty(real)), listed, axis=1) + absent)
 
     scores = tf.einsum("BHMSE,BHMPE->BHMSP", queries[:, :, 1:-1], _gather(keys, listed))
     probabilities = tf.nn.softmax(scores * WIDTH**-0.5 + row_penalty[:, :, :, tf.newaxis])
     middle = tf.einsum("BHMSP,BHMPE->BHMSE", probabilities, _gather(values, listed))
 
-    first, last = (full_attention(queries[:, :, row], key, value, penalty) for row in (0, -1))
+    first, last = (full_attention(queries[:, :, row], key, value, real) for row in (0, -1))
     return _stack_rows(first, middle, last, query)
 
 
-def five_case_attention(query, key, value, penalty, layout):
-    """Block-sparse attention with a case for each kind of row.
+def five_case_attention(query, key, value, real, layout):
+    """Block-sparse attention with a case for each kind of row, each scored, scaled and masked.
 
     Middle rows meet the window as three copies of the keys, each a block further, the random
-    blocks as gathered ones, and the first and the last block as they are.
+    blocks as gathered ones, and the first and the last block as they are. Window and random blocks
+    are masked by pairs, real query and real key, the others by keys.
     """
     random = layout.key_blocks[:, 1:-1, FIXED_BLOCKS:]
     queries, keys, values = (_split(x) for x in (query, key, value))
-    penalties = _split_penalty(penalty)
+    real_blocks = _split_tokens(real)
     random_keys, random_values = _gather(keys, random), _gather(values, random)
-    random_penalty = _join(tf.gather(penalties, random, axis=1))
+    real_random = _join(tf.gather(real_blocks, random, axis=1))
+    real_by_head = tf.repeat(real_blocks[:, tf.newaxis], HEADS, axis=1)
 
-    def edge_row(row, listed, random_row):
+    def row(number, row_keys, row_values, row_real):
+        return full_attention(queries[:, :, number], row_keys, row_values, row_real)
+
+    def edge_row(number, listed, random_row):
         """A row beside a global one, which lists the given blocks and its random ones."""
 
         def beside(blocks, random_blocks):
             parts = [blocks[:, :, block] for block in listed]
             return tf.concat([*parts, random_blocks[:, :, random_row]], axis=2)
 
-        per_head = tf.repeat(penalties[:, tf.newaxis], HEADS, axis=1)
-        return full_attention(
-            queries[:, :, row],
-            beside(keys, random_keys),
-            beside(values, random_values),
-            beside(per_head, random_penalty),
-        )
+        pairs = ((keys, random_keys), (values, random_values), (real_by_head, real_random))
+        return row(number, *(beside(*pair) for pair in pairs))
 
     def window(blocks, axis):
         shifted = [blocks[:, :, 1:-3], blocks[:, :, 2:-2], blocks[:, :, 3:-1]]
         return tf.concat(shifted, axis)
 
-    middle_queries = queries[:, :, 2:-2] * WIDTH**-0.5
+    middle_queries, real_queries = queries[:, :, 2:-2], real_blocks[:, 2:-2]
     window_keys, window_values = window(keys, axis=3), window(values, axis=3)
-    window_penalty = window(penalties[:, tf.newaxis], axis=3)
+    real_window = window(real_blocks[:, tf.newaxis], axis=3)
+    window_pairs = tf.einsum("BMS,BAMP->BAMSP", real_queries, real_window)
+    random_pairs = tf.einsum("BMS,BHMP->BHMSP", real_queries, real_random[:, :, 1:-1])
     middle_random_keys, middle_random_values = random_keys[:, :, 1:-1], random_values[:, :, 1:-1]
+
+    def middle_scores(equation, case_keys, case_real):
+        scores = tf.einsum(equation, middle_queries, case_keys) * WIDTH**-0.5
+        return scores + _penalty(case_real)
+
     scores = [
-        tf.einsum("BHMSE,BHPE->BHMSP", middle_queries, keys[:, :, 0])
-        + penalties[:, tf.newaxis, tf.newaxis, tf.newaxis, 0],
-        tf.einsum("BHMSE,BHMPE->BHMSP", middle_queries, window_keys)
-        + window_penalty[:, :, :, tf.newaxis],
-        tf.einsum("BHMSE,BHMPE->BHMSP", middle_queries, middle_random_keys)
-        + random_penalty[:, :, 1:-1, tf.newaxis],
-        tf.einsum("BHMSE,BHPE->BHMSP", middle_queries, keys[:, :, -1])
-        + penalties[:, tf.newaxis, tf.newaxis, tf.newaxis, -1],
+        middle_scores("BHMSE,BHPE->BHMSP", keys[:, :, 0], _keys_of_block(real_blocks, 0)),
+        middle_scores("BHMSE,BHMPE->BHMSP", window_keys, window_pairs),
+        middle_scores("BHMSE,BHMPE->BHMSP", middle_random_keys, random_pairs),
+        middle_scores("BHMSE,BHPE->BHMSP", keys[:, :, -1], _keys_of_block(real_blocks, -1)),
     ]
     first, near, drawn, last = tf.split(
         tf.nn.softmax(tf.concat(scores, axis=-1)), [BLOCK, 3 * BLOCK, RANDOM * BLOCK, BLOCK], -1
@@ -123,8 +126,18 @@ def five_case_attention(query, key, value, penalty, layout):
     second = edge_row(1, (0, 1, 2, -1), 0)[:, :, tf.newaxis]
     last_but_one = edge_row(-2, (0, -3, -2, -1), -1)[:, :, tf.newaxis]
     middle = tf.concat([second, middle, last_but_one], axis=2)
-    first, last = (full_attention(queries[:, :, row], key, value, penalty) for row in (0, -1))
+    first, last = (row(number, key, value, real) for number in (0, -1))
     return _stack_rows(first, middle, last, query)
+
+
+def _penalty(real):
+    """What is added to scores: 0 where `real` is 1, `MASKED` where it is 0."""
+    return (1.0 - real) * MASKED
+
+
+def _keys_of_block(real_blocks, block):
+    """`[B, N, S]` -> `[B, 1, 1, 1, S]` of one block."""
+    return real_blocks[:, block][:, tf.newaxis, tf.newaxis, tf.newaxis]
 
 
 def _split(tensor):
@@ -132,9 +145,9 @@ def _split(tensor):
     return tf.reshape(tensor, [-1, HEADS, tensor.shape[2] // BLOCK, BLOCK, WIDTH])
 
 
-def _split_penalty(penalty):
+def _split_tokens(tensor):
     """`[B, 1, L]` -> `[B, N, S]`."""
-    return tf.reshape(penalty, [-1, penalty.shape[2] // BLOCK, BLOCK])
+    return tf.reshape(tensor, [-1, tensor.shape[2] // BLOCK, BLOCK])
 
 
 def _gather(blocks, listed):
@@ -160,8 +173,8 @@ def variants(length):
 
     def masked(attention, *options):
         def attend_and_mask(query, key, value, token_mask):
-            penalty = tf.where(token_mask, 0.0, MASKED)[:, tf.newaxis]
-            output = attention(query, key, value, penalty, *options)
+            real = tf.cast(token_mask, tf.float32)[:, tf.newaxis]
+            output = attention(query, key, value, real, *options)
             return tf.where(token_mask[:, tf.newaxis, :, tf.newaxis], output, 0.0)
 
         return attend_and_mask

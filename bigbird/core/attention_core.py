@@ -12,22 +12,31 @@ log-sum-exps, and dense attention lists one block that holds all tokens of the o
 
 Kept for the backward pass: the output, and one float32 number per query, its log-sum-exp.
 
+The two passes are functions of their own in a graph, traced once for all layers whose shapes agree,
+and large ones are compiled by XLA even where the graph around them is not.
+
 Source: Zaheer et al., arXiv:2007.14062, section 2 and appendix D (the pattern); Dao et al.,
 arXiv:2205.14135, section 3.1 and appendix B (streaming, gradients from the log-sum-exp).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import functools
+import math
+from typing import Optional, Union
 
+import numpy as np
 import tensorflow as tf
 
-from bigbird.core.block_layout import BlockLayout
+from bigbird.core.block_layout import ABSENT, BlockLayout
 from bigbird.core.block_tiles import TileTable, tile_tables
 
 # What the tiles computed at once may occupy. They are fastest while they fit a processor's cache.
 STEP_BYTES = 4 * 2**20
+# From so many scores on, a pass is worth the second or two that XLA takes to compile it.
+COMPILED_SCORES = 2**22
+# Extra tiles are counted in steps of so many to all first tiles.
+EXTRA_TILE_STEPS = 32
 # Tokens in a block of dense attention.
 DENSE_BLOCK_SIZE = 128
 # Stands for minus infinity, and unlike it can be subtracted from itself.
@@ -146,6 +155,22 @@ def _attend_by_tiles(query, key, value, query_mask, key_mask, plan):
 # ---------------------------------------------------------------------------- the two passes
 
 
+def _shared(function):
+    """Makes a function whose last argument is a `_Plan` one that all layers share, if it can be."""
+    traced = tf.function(function, autograph=False)
+    compiled = tf.function(function, autograph=False, jit_compile=True)
+
+    @functools.wraps(function)
+    def choose(*arguments):
+        num_scores = arguments[-1].query_tiles.first.num_scores()
+        if num_scores is not None and num_scores >= COMPILED_SCORES:
+            return compiled(*arguments)
+        return function(*arguments) if tf.executing_eagerly() else traced(*arguments)
+
+    return choose
+
+
+@_shared
 def _forward(query, key, value, query_mask, key_mask, plan):
     """Returns the output `[B·H·Q, E]` and the log-sum-exps `[B·H·Q]`, infinite for empty rows."""
     tiles = plan.query_tiles
@@ -199,6 +224,7 @@ def _merge(first, extra, extra_block):
     return output / total[..., tf.newaxis], largest + tf.math.log(total)
 
 
+@_shared
 def _backward(query, key, value, output, upstream, normalizer, key_mask, plan):
     """Returns the gradients of query, key and value, each `[B·H·L, E]`.
 
@@ -264,8 +290,7 @@ def _product(equation, left, right):
 # ---------------------------------------------------------------------------- tiles
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
+class _Tiles(tf.experimental.ExtensionType):
     """Tiles of all batch rows and heads, whose tokens lie one after another, `[B·H·L, …]`.
 
     Attributes:
@@ -278,8 +303,17 @@ class _Tiles:
     block: tf.Tensor
     listed_blocks: tf.Tensor
     present: tf.Tensor
-    block_size: Any
-    listed_block_size: Any
+    block_size: Union[int, tf.Tensor]
+    listed_block_size: Union[int, tf.Tensor]
+
+    def num_scores(self):
+        """The scores of all these tiles, or None where the graph does not know how many."""
+        sizes = *self.present.shape, self.block_size, self.listed_block_size
+        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+    def of(self, block, listed_blocks, present):
+        """Some of these tiles."""
+        return _Tiles(block, listed_blocks, present, self.block_size, self.listed_block_size)
 
     def own(self, tokens):
         """The tokens of each own block: `[tokens, …]` -> `[tiles, O, …]`."""
@@ -303,16 +337,14 @@ class _Tiles:
         return places * (3 * self.block_size * tf.float32.size + 2 * width * dtype.size)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
+class _Side(tf.experimental.ExtensionType):
     """The tiles of one side: the first of every block, and, where lists are longer, the others."""
 
     first: _Tiles
-    extra: _Tiles | None = None
+    extra: Optional[_Tiles] = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Plan(tf.experimental.ExtensionType):
     """How one call streams: the tiles of either side, dropout, and the bytes of a step."""
 
     query_tiles: _Side
@@ -342,18 +374,28 @@ def _sparse_tiles(layout, query):
         first = tf.reshape(tf.constant(table.first)[:, :num_blocks], [-1, table.first.shape[-1]])
         row = tf.range(num_heads * num_blocks)
         first_tiles = tiles(row // num_blocks, row % num_blocks, first)
+        extra_tiles = table.extra_head, table.extra_block, table.extra
         if isinstance(num_blocks, int):
             count = int(table.extra_count[num_blocks])
+            if count == 0:
+                return _Side(first_tiles)
+            # Counts differ a little from layer to layer: fill up, so that layers share a trace.
+            filled = _round_up(count, max(1, num_heads * num_blocks // EXTRA_TILE_STEPS))
+            head, block, listed = (_fill_with_empty(x[:count], filled) for x in extra_tiles)
         else:
             count = tf.gather(table.extra_count, num_blocks)
-        if isinstance(count, int) and count == 0:
-            return _Side(first_tiles)
-        head, block, listed = (
-            tf.constant(x)[:count] for x in (table.extra_head, table.extra_block, table.extra)
-        )
+            head, block, listed = (tf.constant(x)[:count] for x in extra_tiles)
         return _Side(first_tiles, tiles(head, block, listed))
 
     return [side(table) for table in tile_tables(layout)]
+
+
+def _fill_with_empty(rows, count):
+    """Adds tiles that list nothing: rows of `ABSENT`, which stand for block 0 of head 0."""
+    missing = count - len(rows)
+    if rows.ndim == 1:
+        return np.pad(rows, [0, missing])
+    return np.pad(rows, [[0, missing], [0, 0]], constant_values=ABSENT)
 
 
 def _dense_tiles(own, block_size, other):
@@ -399,9 +441,7 @@ def _map_tiles(function, tiles, newest, result_shapes, plan):
 
     def body(step, results):
         block, listed, present = (x[step] for x in inputs)
-        parts = function(
-            dataclasses.replace(tiles, block=block, listed_blocks=listed, present=present)
-        )
+        parts = function(tiles.of(block, listed, present))
         return step + 1, [
             result.write(step, part) for result, part in zip(results, parts, strict=True)
         ]
@@ -422,8 +462,7 @@ def _at_least_one(number):
 # ---------------------------------------------------------------------------- dropout
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dropout:
+class _Dropout(tf.experimental.ExtensionType):
     """Dropout of pairs, by a hash of random bits of the query and of the key.
 
     Both orders of a pair give the same decision, so that the backward pass over key tiles repeats
@@ -435,8 +474,8 @@ class _Dropout:
     """
 
     rate: float
-    query_bits: tf.Tensor | None
-    key_bits: tf.Tensor | None
+    query_bits: Optional[tf.Tensor]
+    key_bits: Optional[tf.Tensor]
 
     @classmethod
     def draw(cls, rate, seed, query, key):
@@ -497,6 +536,10 @@ def _size(tensor, axis):
     """The size of an axis: an int, or a scalar tensor where the graph does not know it yet."""
     size = tensor.shape[axis]
     return tf.shape(tensor)[axis] if size is None else size
+
+
+def _round_up(number, step):
+    return number + -number % step
 
 
 def _pad(tensor, axis, multiple):

@@ -18,7 +18,9 @@ from bigbird.core.block_layout import (
     BlockLayout,
     PatternOptions,
     layout_from_random_blocks,
+    model_layout,
 )
+from bigbird.core.block_tiles import tile_tables
 from bigbird.core.memory import planned_memory
 from bigbird.core.recompute_grad import RecomputeContext, get_recompute_context, recompute_grad
 
@@ -343,6 +345,45 @@ def test_a_recomputed_layer_attends_twice_and_goes_back_once(monkeypatch, mode):
     assert calls == ["_forward", "_forward", "_backward"]
     for got, expected in zip(results, step(layer)(*inputs), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+def test_layers_of_equal_shapes_share_one_trace():
+    rng = np.random.default_rng(13)
+    layouts = [model_layout(1024, 16, 1, 4, seed) for seed in range(2)]
+    extra = [tile_tables(layout)[1].extra for layout in layouts]
+    assert len(extra[0]) != len(extra[1])
+    inputs = draw_inputs(rng, 1, 4, 1024, 1024, 5)
+
+    @tf.function
+    def step(*inputs):
+        return [output_and_gradients(*inputs, None, layout) for layout in layouts]
+
+    for results, layout in zip(step(*inputs), layouts, strict=True):
+        assert_equals_oracle(results, inputs, oracle_weights(np.ones([1, 1024]), layout))
+    called = [call.get_attr("f").name for call in _calls(step.get_concrete_function(*inputs))]
+    assert len(called) == 4
+    assert len(set(called)) == 2
+
+
+def _calls(concrete_function):
+    return [op for op in concrete_function.graph.get_operations() if "PartitionedCall" in op.type]
+
+
+def test_large_passes_are_compiled_where_the_graph_is_not(monkeypatch):
+    monkeypatch.setattr(attention_core, "COMPILED_SCORES", 1)
+    rng = np.random.default_rng(14)
+    layout = draw_layout(rng)
+    inputs = draw_inputs(rng, 2, 2, 32, 32, 4)
+
+    def step(*inputs):
+        return output_and_gradients(*inputs, None, layout)
+
+    graph = tf.function(step)
+    for function in (step, graph):
+        assert_equals_oracle(function(*inputs), inputs, oracle_weights(np.ones([2, 32]), layout))
+    calls = _calls(graph.get_concrete_function(*inputs))
+    assert len(calls) == 2
+    assert all(call.get_attr("_XlaMustCompile") for call in calls)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

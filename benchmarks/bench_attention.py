@@ -1,6 +1,6 @@
 """Benchmark of attention: the streamed core against what it replaces, forward and backward.
 
-    python -m benchmarks.bench_attention                   # both parts, an hour on two cores
+    python -m benchmarks.bench_attention                   # all parts, 40 minutes on two cores
     python -m benchmarks.bench_attention --parts=compare   # all variants at 4,096 tokens
 
 Variants, for one document, 12 heads of 64, blocks of 64 and 3 random blocks:
@@ -27,6 +27,7 @@ import tensorflow as tf
 from benchmarks import harness
 from bigbird.core.attention_core import attend
 from bigbird.core.block_layout import ABSENT, FIXED_BLOCKS, model_layout
+from bigbird.core.encoder import EncoderLayer
 from bigbird.core.memory import planned_memory
 
 HEADS, WIDTH, BLOCK, RANDOM = 12, 64, 64, 3
@@ -261,11 +262,14 @@ def length_rows(repeats):
     for name in ("streamed", "streamed dense"):
         faster = [length for length, time in milliseconds[name] if time < full.get(length, 0)]
         print(f"{name} is faster than full attention from {min(faster, default='no')} tokens")
-    streamed = dict(milliseconds["streamed"]), dict(mebibytes["streamed"])
     short, long = COMPARED_LENGTH, LENGTHS[-1]
-    for quantity, of in zip(("time", "planned memory"), streamed, strict=True):
-        growth = of[long] / of[short]
-        print(f"streamed {quantity} from {short} to {long} tokens: times {growth:.2f}")
+    planned = dict(mebibytes["streamed"])
+    growth = planned[long] / planned[short]
+    print(f"streamed, planned memory from {short} to {long} tokens: times {growth:.2f}")
+    ends = {length: runnable("streamed", "xla", length) for length in (short, long)}
+    timings = harness.measure_in_turn(ends, repeats)
+    growth = timings[long].p50 / timings[short].p50
+    print(f"streamed, time from {short} to {long}, turn by turn: times {growth:.2f}")
     draw = {"xlabel": "tokens", "title": "Attention, forward and backward, 12 heads of 64, XLA"}
     results = harness.RESULTS
     harness.draw(results / "attention_time.png", milliseconds, ylabel="milliseconds", **draw)
@@ -273,10 +277,42 @@ def length_rows(repeats):
     return rows
 
 
+def layer_rows(repeats):
+    """Times a layer of the base model in both compute dtypes, in `tf.function` mode."""
+    hidden = tf.random.stateless_normal([1, COMPARED_LENGTH, HEADS * WIDTH], [0, 0])
+
+    def step_in(policy):
+        layer = EncoderLayer(
+            "block_sparse",
+            seq_length=COMPARED_LENGTH,
+            block_size=BLOCK,
+            hidden_dropout_prob=0.0,
+            dtype=policy,
+            name=f"layer_{policy}",
+        )
+        layer.build(hidden.shape)
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                tape.watch(hidden)
+                loss = tf.reduce_mean(tf.cast(layer(hidden, training=True), tf.float32) ** 2)
+            return tape.gradient(loss, [hidden, *layer.trainable_variables])
+
+        return step
+
+    steps = {policy: step_in(policy) for policy in ("float32", "mixed_bfloat16")}
+    timings = harness.measure_in_turn(steps, repeats)
+    ratio = timings["mixed_bfloat16"].p50 / timings["float32"].p50
+    print(f"a base layer in mixed_bfloat16 takes {ratio:.2f} of the float32 time")
+    shape = f"B=1 H={HEADS} L={COMPARED_LENGTH} E={WIDTH} S={BLOCK} R={RANDOM}"
+    return [harness.Row("layer", "graph", shape, p, timing=t) for p, t in timings.items()]
+
+
 def main():
     """Runs the parts, or the step of one child process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default="compare,length")
+    parser.add_argument("--parts", default="compare,length,layer")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--child", nargs=3, metavar=("VARIANT", "MODE", "LENGTH"))
     arguments = parser.parse_args()
@@ -284,7 +320,7 @@ def main():
         name, mode, length = arguments.child
         harness.report_peak_rss(runnable(name, mode, int(length)))
         return
-    parts = {"compare": compare_rows, "length": length_rows}
+    parts = {"compare": compare_rows, "length": length_rows, "layer": layer_rows}
     for part in arguments.parts.split(","):
         rows = parts[part](arguments.repeats)
         harness.write_csv(harness.RESULTS / f"attention_{part}.csv", rows)

@@ -27,6 +27,10 @@ from bigbird.core.block_layout import PatternOptions
 from bigbird.core.layers import build_in_scope, create_initializer, get_activation
 from bigbird.core.recompute_grad import RecomputingDropout
 
+# From so many pairs of a query and a key on, streamed full attention is faster than one matrix of
+# scores; it takes less memory from the start (benchmarks/bench_attention.py).
+STREAMED_PAIRS = 2**18
+
 
 def masked_softmax(scores, mask=None):
     """Softmax over the last axis of float32 `scores` where boolean `mask` allows it.
@@ -244,9 +248,7 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
         key, value = self.keys_and_values(to_tensor, _length(to_tensor))
         layout = self.layout(query.shape[2])
         if layout is None:
-            if mask is not None and mask.shape.rank == 2:
-                mask = mask[:, tf.newaxis, tf.newaxis, :]
-            context = dense_attention(query, key, value, mask, dropout=self._dropout_in(training))
+            context = self._attend_to_all(query, key, value, mask, training)
         else:
             if mask is None:
                 mask = tf.ones(tf.shape(to_tensor)[:2], tf.bool)
@@ -271,6 +273,18 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
     def _split_heads(self, tensor, length):
         shape = [-1, length, self.num_attention_heads, self.size_per_head]
         return tf.transpose(tf.reshape(tensor, shape), [0, 2, 1, 3])
+
+    def _attend_to_all(self, query, key, value, mask, training):
+        """Full attention: streamed where that is faster and the mask is one of keys."""
+        by_key = mask is None or mask.shape.rank == 2 or mask.shape[1:3] == [1, 1]
+        num_pairs = tf.TensorShape([query.shape[2], key.shape[2]]).num_elements()
+        if by_key and num_pairs is not None and num_pairs >= STREAMED_PAIRS:
+            if mask is not None and mask.shape.rank == 4:
+                mask = mask[:, 0, 0]
+            return self._streamed(query, key, value, mask, None, training)
+        if mask is not None and mask.shape.rank == 2:
+            mask = mask[:, tf.newaxis, tf.newaxis]
+        return dense_attention(query, key, value, mask, dropout=self._dropout_in(training))
 
     def _dropout_in(self, training):
         return lambda probabilities: self.dropout(probabilities, training=training)

@@ -16,10 +16,11 @@ export TRAIN_BATCH_SIZE="${TRAIN_BATCH_SIZE:-4}"
 export EVAL_BATCH_SIZE="${EVAL_BATCH_SIZE:-10}"
 export OPTIMIZER="${OPTIMIZER:-Adam}"
 export LEARNING_RATE="${LEARNING_RATE:-0.32}"
-export NUM_TRAIN_STEPS="${NUM_TRAIN_STEPS:-900}"
+export NUM_TRAIN_STEPS="${NUM_TRAIN_STEPS:-300}"
 export NUM_WARMUP_STEPS="${NUM_WARMUP_STEPS:-100}"
-export SAVE_CHECKPOINTS_STEPS="${SAVE_CHECKPOINTS_STEPS:-300}"
+export SAVE_CHECKPOINTS_STEPS="${SAVE_CHECKPOINTS_STEPS:-100}"
 
 exec "$(dirname "${BASH_SOURCE[0]}")/pegasus_large.sh" \
   --hidden_dropout_prob=0 --attention_probs_dropout_prob=0 --jit_compile \
+  --log_steps=25 --validation_split=validation \
   --no_repeat_ngram_size=3 --lead_sentences=10 "$@"

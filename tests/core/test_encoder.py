@@ -5,8 +5,9 @@ import pytest
 import tensorflow as tf
 import tf_keras as keras
 
-from bigbird.core import encoder
+from bigbird.core import attention, encoder
 from bigbird.core.attention import MultiHeadedAttentionLayer
+from bigbird.core.attention_core import attend
 from bigbird.core.recompute_grad import RecomputeContext
 
 SIZES = {
@@ -92,6 +93,22 @@ def test_sparse_attention_between_unlike_lengths_is_refused():
 def test_attention_returns_heads_apart():
     layer = MultiHeadedAttentionLayer("original_full", 2, 8, name="attention/self")
     assert layer(_hidden(32), _hidden(48)).shape == [1, 32, 2, 8]
+
+
+@pytest.mark.parametrize("shape", [None, [2, 24], [2, 1, 1, 24], [2, 1, 20, 24]])
+def test_long_full_attention_is_streamed_unless_masked_by_pairs(monkeypatch, shape):
+    layer = MultiHeadedAttentionLayer("original_full", 2, 8, attention_probs_dropout_prob=0.5)
+    queries, keys = _hidden(20, batch=2), _hidden(24, batch=2)
+    mask = None if shape is None else np.random.default_rng(1).random(shape) < 0.5
+    expected = layer(queries, keys, mask)
+
+    streamed = []
+    monkeypatch.setattr(attention, "STREAMED_PAIRS", 20 * 24)
+    monkeypatch.setattr(attention, "attend", lambda *a, **k: streamed.append(a) or attend(*a, **k))
+    np.testing.assert_allclose(layer(queries, keys, mask), expected, atol=1e-6)
+    assert len(streamed) == (shape != [2, 1, 20, 24])
+    dropped = layer(queries, keys, mask, training=True)
+    assert not np.allclose(dropped, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("attention_type", ["block_sparse", "simulated_sparse"])

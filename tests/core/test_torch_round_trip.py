@@ -48,7 +48,7 @@ def _has_the_library():
 def run_library():
     """Computes the outputs of directories with `inputs.npz`."""
     if not _has_the_library():
-        pytest.skip(f"{PYTHON} cannot import torch and transformers")
+        pytest.skip(reason=f"{PYTHON} cannot import torch and transformers")
 
     def run(directories):
         command = [PYTHON, "-c", PROGRAM, *map(str, directories)]

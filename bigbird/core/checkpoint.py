@@ -257,7 +257,8 @@ def _can_extend(shape: tuple[int, ...], row: Named) -> bool:
 
 
 def _assign(row: Named, values) -> None:
-    values = tf.cast(values, row.variable.dtype)
+    # The raw operation copies an array once; tf.cast would do so twice.
+    values = tf.raw_ops.Cast(x=values, DstT=row.variable.dtype)
     if row.transposed:
         values = tf.transpose(values)
     length = row.variable.shape[0]

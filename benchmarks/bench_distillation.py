@@ -47,11 +47,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="modes,speed", help="modes, speed, or both")
     parser.add_argument("--repeats", type=int, default=30, help="timed steps of each variant")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("VARIANT", "CACHE"))
     arguments = parser.parse_args()
-    if arguments.peak:
-        with tempfile.TemporaryDirectory() as directory:
-            harness.report_peak_rss(step_of(arguments.peak, directory), calls=5)
+    if arguments.child:
+        variant, directory = arguments.child
+        cache = TeacherCache(directory)
+        harness.report_peak_rss(lambda: run_steps(step_of(variant, cache)), calls=1)
         return
     if "modes" in arguments.parts.split(","):
         compare_modes()
@@ -130,9 +131,8 @@ def random_cache(directory):
     return TeacherCache(directory)
 
 
-def step_of(variant, directory):
+def step_of(variant, cache):
     """A training step: reading a batch from a cache, and an update."""
-    cache = random_cache(directory)
     student = new_model("masked_lm", config(STUDENT))
     model = Distiller(
         student,
@@ -146,12 +146,22 @@ def step_of(variant, directory):
     return lambda: tf.constant(model.train_on_batch(next(batches))[0])
 
 
+def run_steps(step, steps=5):
+    """Makes some steps; with a student that is made here, its peak is that of its training."""
+    return [step() for _ in range(steps)][-1]
+
+
 def measure_speed(repeats):
     """Steps beside the teacher and from the cache, turn by turn."""
     sizes = {name: parameters(s) for name, s in (("teacher", TEACHER), ("student", STUDENT))}
     print(f"{sizes}: the teacher has {sizes['teacher'] / sizes['student']:.2f} times as many.")
     with tempfile.TemporaryDirectory() as directory:
-        steps = {name: step_of(name, os.path.join(directory, name)) for name in VARIANTS}
+        cache = random_cache(directory)
+        peaks = {
+            name: harness.peak_rss_in_fresh_process(__spec__.name, ["--child", name, directory])
+            for name in VARIANTS
+        }
+        steps = {name: step_of(name, cache) for name in VARIANTS}
         timings = harness.measure_in_turn(steps, repeats, warmup=3)
     rows = [
         harness.Row(
@@ -160,7 +170,7 @@ def measure_speed(repeats):
             f"B={BATCH} L={LENGTH} R={HIDDEN} V={VOCABULARY} K={KEPT}",
             "float32",
             timing=timings[name],
-            peak_rss_bytes=harness.peak_rss_in_fresh_process(__spec__.name, ["--peak", name]),
+            peak_rss_bytes=peaks[name],
         )
         for name in VARIANTS
     ]

@@ -192,15 +192,17 @@ class ServedClassifier(tf.Module):
     def __init__(self, model: BertClassifier, encode, label_names: Sequence[str] | None = None):
         """Serves `model`; `encode` turns strings `[B]` into ids `[B, L]`."""
         super().__init__()
-        self.model = model
         self.encode = encode
         self.label_names = label_names
+        self.exported_variables = model.variables
+        # In a closure, since a model as attribute would be exported whole, its training too.
+        self._classify = lambda token_ids: model(token_ids, training=False)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
     def serve(self, text):
         """Returns `probabilities [B, classes]`, the likeliest `label [B]`, and its `name`."""
         with training.inference_context():
-            log_probs = self.model(self.encode(text), training=False)
+            log_probs = self._classify(self.encode(text))
         label = tf.argmax(log_probs, axis=1)
         scores = {"probabilities": tf.exp(log_probs), "label": label}
         if self.label_names:

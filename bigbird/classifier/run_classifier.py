@@ -86,7 +86,9 @@ class ClassifierLossLayer(keras.layers.Layer):
         self.dropout_prob = dropout_prob
         self.initializer = initializer
         self.use_bias = use_bias
-        self.dropout = RecomputingDropout(dropout_prob, name=f"{name}/dropout")
+        self.dropout = RecomputingDropout(
+            dropout_prob, name=f"{name}/dropout", dtype=self.dtype_policy
+        )
         build_in_scope(self, [None, hidden_size])
 
     def build(self, input_shape):

@@ -28,8 +28,8 @@ from bigbird.core.layers import build_in_scope, create_initializer, get_activati
 from bigbird.core.recompute_grad import RecomputingDropout
 
 # From so many pairs of a query and a key on, streamed full attention is faster than one matrix of
-# scores; it takes less memory from the start (benchmarks/bench_attention.py).
-STREAMED_PAIRS = 2**18
+# scores, and takes a fraction of its memory (benchmarks/bench_attention.py).
+STREAMED_PAIRS = 2**20
 
 
 def masked_softmax(scores, mask=None):
@@ -183,12 +183,15 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
                 use_bias=use_bias,
                 kernel_initializer=create_initializer(initializer_range),
                 name=f"{self.name}/{kind}",
+                dtype=self.dtype_policy,
             )
 
         self.query = projection("query", query_act)
         self.key = projection("key", key_act)
         self.value = projection("value", value_act)
-        self.dropout = RecomputingDropout(attention_probs_dropout_prob, name=f"{self.name}/dropout")
+        self.dropout = RecomputingDropout(
+            attention_probs_dropout_prob, name=f"{self.name}/dropout", dtype=self.dtype_policy
+        )
         self._model_layout = self._pattern_of_the_model()
 
     def _pattern_of_the_model(self):
@@ -276,11 +279,12 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
 
     def _attend_to_all(self, query, key, value, mask, training):
         """Full attention: streamed where that is faster and the mask is one of keys."""
-        by_key = mask is None or mask.shape.rank == 2 or mask.shape[1:3] == [1, 1]
+        by_key = mask is None or mask.shape.rank == 2 or mask.shape[1:-1] == [1, 1]
         num_pairs = tf.TensorShape([query.shape[2], key.shape[2]]).num_elements()
         if by_key and num_pairs is not None and num_pairs >= STREAMED_PAIRS:
-            if mask is not None and mask.shape.rank == 4:
-                mask = mask[:, 0, 0]
+            if mask is not None:
+                mask = mask[:, 0, 0] if mask.shape.rank == 4 else mask
+                mask = tf.broadcast_to(mask, tf.shape(key)[::2])
             return self._streamed(query, key, value, mask, None, training)
         if mask is not None and mask.shape.rank == 2:
             mask = mask[:, tf.newaxis, tf.newaxis]

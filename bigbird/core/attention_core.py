@@ -12,8 +12,8 @@ log-sum-exps, and dense attention lists one block that holds all tokens of the o
 
 Kept for the backward pass: the output, and one float32 number per query, its log-sum-exp.
 
-The two passes are functions of their own in a graph, traced once for all layers whose shapes agree,
-and large ones are compiled by XLA even where the graph around them is not.
+The forward and the backward pass are functions of their own in a graph, traced once for all layers
+whose shapes agree, and large ones are compiled by XLA even where the graph around them is not.
 
 Source: Zaheer et al., arXiv:2007.14062, section 2 and appendix D (the pattern); Dao et al.,
 arXiv:2205.14135, section 3.1 and appendix B (streaming, gradients from the log-sum-exp).
@@ -33,7 +33,7 @@ from bigbird.core.block_tiles import TileTable, tile_tables
 
 # What the tiles computed at once may occupy. They are fastest while they fit a processor's cache.
 STEP_BYTES = 4 * 2**20
-# From so many scores on, a pass is worth the second or two that XLA takes to compile it.
+# From so many scores of first tiles on, a pass is worth the seconds that XLA takes to compile it.
 COMPILED_SCORES = 2**22
 # Extra tiles are counted in steps of so many to all first tiles.
 EXTRA_TILE_STEPS = 32
@@ -95,7 +95,7 @@ def attend(
         value,
         token_mask,
         token_mask,
-        _Plan(query_tiles, key_tiles, dropout, memory_budget_bytes),
+        _Plan(query_tiles, key_tiles, dropout, int(memory_budget_bytes)),
     )
 
 
@@ -110,7 +110,7 @@ def _attend_densely(query, key, value, token_mask, dropout, memory_budget_bytes)
         _dense_tiles(query, query_block, key),
         _dense_tiles(key, key_block, query),
         dropout.pad(query_block, key_block),
-        memory_budget_bytes,
+        int(memory_budget_bytes),
     )
     output = _attend_by_tiles(query, key, value, query_mask, token_mask, plan)
     return output[:, :, :length]
@@ -132,24 +132,25 @@ def _attend_by_tiles(query, key, value, query_mask, key_mask, plan):
         unwatched = [tokens(tf.stop_gradient(x)) for x in (query, key, value)]
         output, normalizer = _forward(*unwatched, query_mask, key_mask, plan)
 
+        @tf.custom_gradient
+        def gradients(*inputs):
+            found = _backward(*(tf.stop_gradient(x) for x in inputs), normalizer, key_mask, plan)
+            return found, _refuse_second_derivative
+
         def backward(upstream):
-            gradients = _backward(
-                *(tokens(x) for x in (query, key, value, output, upstream)),
-                normalizer,
-                key_mask,
-                plan,
-            )
+            found = gradients(*(tokens(x) for x in (query, key, value, output, upstream)))
             return [
-                tf.raw_ops.PreventGradient(
-                    input=tf.reshape(gradient, tf.shape(x)),
-                    message="Streamed attention has no second derivative.",
-                )
-                for gradient, x in zip(gradients, (query, key, value), strict=True)
+                tf.reshape(gradient, tf.shape(x))
+                for gradient, x in zip(found, (query, key, value), strict=True)
             ]
 
         return tf.reshape(output, tf.shape(query)), backward
 
     return streamed(query, key, value)
+
+
+def _refuse_second_derivative(*unused_gradients):
+    raise LookupError("Streamed attention has no second derivative.")
 
 
 # ---------------------------------------------------------------------------- the two passes
@@ -162,10 +163,11 @@ def _shared(function):
 
     @functools.wraps(function)
     def choose(*arguments):
+        if tf.executing_eagerly():
+            return function(*arguments)
         num_scores = arguments[-1].query_tiles.first.num_scores()
-        if num_scores is not None and num_scores >= COMPILED_SCORES:
-            return compiled(*arguments)
-        return function(*arguments) if tf.executing_eagerly() else traced(*arguments)
+        large = num_scores is not None and num_scores >= COMPILED_SCORES
+        return (compiled if large else traced)(*arguments)
 
     return choose
 
@@ -216,10 +218,12 @@ def _merge(first, extra, extra_block):
     first_weight = tf.exp(first_normalizer - largest)
     extra_weight = tf.exp(extra_normalizer - tf.gather(largest, extra_block))
     total = tf.tensor_scatter_nd_add(first_weight, index, extra_weight)
+    extra_weight = extra_weight[..., tf.newaxis]
     output = tf.tensor_scatter_nd_add(
         first_output * first_weight[..., tf.newaxis],
         index,
-        extra_output * extra_weight[..., tf.newaxis],
+        # What an empty tile holds may have overflowed in float16.
+        tf.where(extra_weight > 0, extra_output * extra_weight, 0.0),
     )
     return output / total[..., tf.newaxis], largest + tf.math.log(total)
 
@@ -486,14 +490,14 @@ class _Dropout(tf.experimental.ExtensionType):
                 f"not 0; received {rate} and seed {seed}."
             )
         if rate == 0:
-            return cls(rate, None, None)
+            return cls(0.0, None, None)
 
         def bits(tensor, salt):
             salted = tf.random.fold_in(seed, salt, alg="philox")
             shape = tf.shape(tensor)[:3]
             return tf.random.stateless_uniform(shape, salted, None, None, tf.uint32, alg="philox")
 
-        return cls(rate, bits(query, 0), bits(key, 1))
+        return cls(float(rate), bits(query, 0), bits(key, 1))
 
     def pad(self, query_block, key_block):
         if self.rate == 0:

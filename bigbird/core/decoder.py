@@ -115,10 +115,13 @@ class DecoderLayer(EncoderLayer):
             initializer_range=initializer_range,
             use_bias=use_bias,
             name=f"{scope}/attention/encdec",
+            dtype=self.dtype_policy,
         )
         self.cross_output = self._dense("attention/encdec_output/dense", hidden_size, use_bias)
         self.cross_dropout = RecomputingDropout(
-            hidden_dropout_prob, name=f"{scope}/attention/encdec_output/dropout"
+            hidden_dropout_prob,
+            name=f"{scope}/attention/encdec_output/dropout",
+            dtype=self.dtype_policy,
         )
         place = "encdec" if norm_type == "prenorm" else "encdec_output"
         self.cross_norm = self._norm(f"attention/{place}/LayerNorm")
@@ -245,7 +248,9 @@ class DecoderStack(keras.layers.Layer):
             self.layer_norm = encoder.layer_norm
         else:
             self.layer_norm = LayerNorm(
-                self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm"
+                self.config.layer_norm_epsilon,
+                name=f"{self.name}/LayerNorm",
+                dtype=self.dtype_policy,
             )
 
     def _decoder_layer(self, index):
@@ -261,6 +266,7 @@ class DecoderStack(keras.layers.Layer):
             config.num_attention_heads,
             config.use_bias,
             name=f"{self.name}/layer_{index}",
+            dtype=self.dtype_policy,
             norm_type=config.norm_type,
             recompute_attention=config.checkpointing_policy == "attention",
             layer_norm_epsilon=config.layer_norm_epsilon,

@@ -129,6 +129,7 @@ class EncoderLayer(keras.layers.Layer):
             max_position_embeddings=max_position_embeddings,
             pattern=pattern,
             sparse_attention_dropout=sparse_attention_dropout,
+            dtype=self.dtype_policy,
         )
         self.attention_output = self._dense("attention/output/dense", hidden_size, use_bias)
         self.intermediate = self._dense(
@@ -136,10 +137,10 @@ class EncoderLayer(keras.layers.Layer):
         )
         self.output_dense = self._dense("output/dense", hidden_size)
         self.attention_dropout = RecomputingDropout(
-            hidden_dropout_prob, name=f"{scope}/attention/output/dropout"
+            hidden_dropout_prob, name=f"{scope}/attention/output/dropout", dtype=self.dtype_policy
         )
         self.output_dropout = RecomputingDropout(
-            hidden_dropout_prob, name=f"{scope}/output/dropout"
+            hidden_dropout_prob, name=f"{scope}/output/dropout", dtype=self.dtype_policy
         )
         # The norms sit where 2021 checkpoints have them.
         if norm_type == "prenorm":
@@ -156,10 +157,13 @@ class EncoderLayer(keras.layers.Layer):
             use_bias=use_bias,
             kernel_initializer=create_initializer(self.initializer_range),
             name=f"{self.name}/{path}",
+            dtype=self.dtype_policy,
         )
 
     def _norm(self, path):
-        return LayerNorm(self.layer_norm_epsilon, name=f"{self.name}/{path}")
+        return LayerNorm(
+            self.layer_norm_epsilon, name=f"{self.name}/{path}", dtype=self.dtype_policy
+        )
 
     def build(self, input_shape):
         hidden_shape = [*input_shape[:-1], self.hidden_size]
@@ -306,7 +310,9 @@ class EncoderStack(keras.layers.Layer):
         self.encoder_layers = [
             self._encoder_layer(index) for index in range(self.config.num_hidden_layers)
         ]
-        self.layer_norm = LayerNorm(self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm")
+        self.layer_norm = LayerNorm(
+            self.config.layer_norm_epsilon, name=f"{self.name}/LayerNorm", dtype=self.dtype_policy
+        )
 
     def _encoder_layer(self, index):
         config = self.config
@@ -326,6 +332,7 @@ class EncoderStack(keras.layers.Layer):
             config.use_bias,
             seed=index,
             name=f"{self.name}/layer_{index}",
+            dtype=self.dtype_policy,
             norm_type=config.norm_type,
             pattern_length=config.pattern_length,
             max_position_embeddings=config.max_position_embeddings,

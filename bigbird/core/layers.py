@@ -126,7 +126,9 @@ class TransformerEmbedding(keras.layers.Layer):
         self.dropout_rate = dropout_rate
         self.initializer_range = initializer_range
         self.rescale = rescale
-        self.dropout = RecomputingDropout(dropout_rate, name=f"{name}/dropout")
+        self.dropout = RecomputingDropout(
+            dropout_rate, name=f"{name}/dropout", dtype=self.dtype_policy
+        )
 
     def build(self, input_shape):
         def table(name, rows):
@@ -220,12 +222,15 @@ class FirstTokenTransform(keras.layers.Layer):
         self.activation = activation
         self.dropout_rate = dropout_rate
         self.initializer_range = initializer_range
-        self.dropout = RecomputingDropout(dropout_rate, name=f"{name}/dropout")
+        self.dropout = RecomputingDropout(
+            dropout_rate, name=f"{name}/dropout", dtype=self.dtype_policy
+        )
         self.dense = keras.layers.Dense(
             hidden_size,
             activation=get_activation(activation),
             kernel_initializer=create_initializer(initializer_range),
             name=name,
+            dtype=self.dtype_policy,
         )
         build_in_scope(self, [None, None, hidden_size])
 

@@ -58,8 +58,11 @@ class MaskedLMLayer(keras.layers.Layer):
             activation=get_activation(activation_fn),
             kernel_initializer=initializer or create_initializer(),
             name=f"{name}/transform/dense",
+            dtype=self.dtype_policy,
         )
-        self.transform_norm = LayerNorm(layer_norm_epsilon, name=f"{name}/transform/LayerNorm")
+        self.transform_norm = LayerNorm(
+            layer_norm_epsilon, name=f"{name}/transform/LayerNorm", dtype=self.dtype_policy
+        )
         build_in_scope(self, [None, None, hidden_size])
 
     def build(self, input_shape):

@@ -386,22 +386,24 @@ def test_large_passes_are_compiled_where_the_graph_is_not(monkeypatch):
     assert all(call.get_attr("_XlaMustCompile") for call in calls)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_second_derivative_is_an_error_and_not_a_wrong_number(mode):
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number(monkeypatch, mode):
+    monkeypatch.setattr(attention_core, "COMPILED_SCORES", 1 if mode == "compiled" else 2**22)
     *inputs, _ = draw_inputs(np.random.default_rng(10), 1, 1, 4, 4, 4)
 
-    def second_derivative(query, key, value):
+    def derivatives(query, key, value, order):
         with tf.GradientTape() as outer:
             outer.watch(query)
             with tf.GradientTape() as inner:
                 inner.watch(query)
-                output = attend(query, key, value)
+                output = attend(query, key, value, dropout_rate=0, memory_budget_bytes=np.int64(1))
             gradient = inner.gradient(output, query)
-        return outer.gradient(gradient, query)
+        return gradient if order == 1 else outer.gradient(gradient, query)
 
-    graph = tf.function(second_derivative, autograph=False)
+    function = derivatives if mode == "eager" else tf.function(derivatives, autograph=False)
+    assert np.isfinite(function(*inputs, order=1)).all()
     with pytest.raises(LookupError, match="no second derivative"):
-        (second_derivative if mode == "eager" else graph)(*inputs)
+        function(*inputs, order=2)
 
 
 @pytest.mark.parametrize(

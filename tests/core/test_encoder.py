@@ -66,6 +66,17 @@ def test_masks_of_any_dtype_work_compiled(attention_type, dtype):
     )
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float16"])
+def test_a_policy_of_a_layer_is_that_of_its_parts(policy):
+    layer = encoder.EncoderLayer("block_sparse", **SIZES, dtype=policy)
+    output = layer(_hidden())
+    assert output.dtype == layer.compute_dtype
+    parts = [part for part in layer._flatten_layers() if part is not layer]
+    assert {part.dtype_policy.name for part in parts} == {policy}
+    again = encoder.EncoderLayer.from_config(layer.get_config())
+    assert again(_hidden()).dtype == layer.compute_dtype
+
+
 def test_a_layer_trains_inside_a_functional_model():
     inputs = keras.Input([640, 16])
     layer = encoder.add_gradient_recomputation(encoder.EncoderLayer)("block_sparse", **SIZES)
@@ -95,7 +106,7 @@ def test_attention_returns_heads_apart():
     assert layer(_hidden(32), _hidden(48)).shape == [1, 32, 2, 8]
 
 
-@pytest.mark.parametrize("shape", [None, [2, 24], [2, 1, 1, 24], [2, 1, 20, 24]])
+@pytest.mark.parametrize("shape", [None, [2, 24], [1, 24], [2, 1, 1, 24], [2, 1, 20, 24]])
 def test_long_full_attention_is_streamed_unless_masked_by_pairs(monkeypatch, shape):
     layer = MultiHeadedAttentionLayer("original_full", 2, 8, attention_probs_dropout_prob=0.5)
     queries, keys = _hidden(20, batch=2), _hidden(24, batch=2)

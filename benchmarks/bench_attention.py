@@ -23,7 +23,6 @@ import argparse
 import re
 
 import tensorflow as tf
-import tf_keras as keras
 
 from benchmarks import harness
 from bigbird.core.attention_core import attend
@@ -283,12 +282,14 @@ def layer_rows(repeats):
     hidden = tf.random.stateless_normal([1, COMPARED_LENGTH, HEADS * WIDTH], [0, 0])
 
     def step_in(policy):
-        keras.mixed_precision.set_global_policy(policy)
         layer = EncoderLayer(
-            "block_sparse", seq_length=COMPARED_LENGTH, block_size=BLOCK, hidden_dropout_prob=0.0
+            "block_sparse",
+            seq_length=COMPARED_LENGTH,
+            block_size=BLOCK,
+            hidden_dropout_prob=0.0,
+            dtype=policy,
         )
         layer.build(hidden.shape)
-        keras.mixed_precision.set_global_policy("float32")
 
         @tf.function
         def step():

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from bigbird.core.block_layout import ABSENT, BlockLayout
 from bigbird.core.block_tiles import TileTable, tile_tables
+from bigbird.core.streaming import differentiable_once, plan_steps, size, split, stream
 
 # What the tiles computed at once may occupy. They are fastest while they fit a processor's cache.
 STEP_BYTES = 4 * 2**20
@@ -85,7 +86,7 @@ def attend(
     _check_shapes(query, key, value, token_mask, layout)
     dropout = _Dropout.draw(dropout_rate, dropout_seed, query, key)
     if token_mask is None:
-        token_mask = tf.ones([_size(key, 0), _size(key, 2)], tf.bool)
+        token_mask = tf.ones([size(key, 0), size(key, 2)], tf.bool)
     if layout is None:
         return _attend_densely(query, key, value, token_mask, dropout, memory_budget_bytes)
     query_tiles, key_tiles = _sparse_tiles(layout, query)
@@ -101,8 +102,8 @@ def attend(
 
 def _attend_densely(query, key, value, token_mask, dropout, memory_budget_bytes):
     query_block, key_block = _dense_block(query), _dense_block(key)
-    length = _size(query, 2)
-    query_mask = tf.ones([_size(query, 0), length], tf.bool)
+    length = size(query, 2)
+    query_mask = tf.ones([size(query, 0), length], tf.bool)
     query, query_mask = _pad(query, 2, query_block), _pad(query_mask, 1, query_block)
     key, value = _pad(key, 2, key_block), _pad(value, 2, key_block)
     token_mask = _pad(token_mask, 1, key_block)
@@ -132,13 +133,12 @@ def _attend_by_tiles(query, key, value, query_mask, key_mask, plan):
         unwatched = [tokens(tf.stop_gradient(x)) for x in (query, key, value)]
         output, normalizer = _forward(*unwatched, query_mask, key_mask, plan)
 
-        @tf.custom_gradient
         def gradients(*inputs):
-            found = _backward(*(tf.stop_gradient(x) for x in inputs), normalizer, key_mask, plan)
-            return found, _refuse_second_derivative
+            return _backward(*inputs, normalizer, key_mask, plan)
 
         def backward(upstream):
-            found = gradients(*(tokens(x) for x in (query, key, value, output, upstream)))
+            inputs = (tokens(x) for x in (query, key, value, output, upstream))
+            found = differentiable_once(gradients, *inputs)
             return [
                 tf.reshape(gradient, tf.shape(x))
                 for gradient, x in zip(found, (query, key, value), strict=True)
@@ -147,10 +147,6 @@ def _attend_by_tiles(query, key, value, query_mask, key_mask, plan):
         return tf.reshape(output, tf.shape(query)), backward
 
     return streamed(query, key, value)
-
-
-def _refuse_second_derivative(*unused_gradients):
-    raise LookupError("Streamed attention has no second derivative.")
 
 
 # ---------------------------------------------------------------------------- the two passes
@@ -186,11 +182,11 @@ def _forward(query, key, value, query_mask, key_mask, plan):
         output = _product("GOP,GPE->GOE", weights, tile.listed(value)) / total
         return output, tf.squeeze(largest + tf.math.log(total), axis=-1)
 
-    size = tiles.first.block_size
-    shapes = [[size, query.shape[-1]], [size]]
+    block_size = tiles.first.block_size
+    shapes = [[block_size, query.shape[-1]], [block_size]]
     output, normalizer = _map_tiles(tile_output, tiles.first, query, shapes, plan)
     if tiles.extra:
-        extra = _map_tiles(tile_output, tiles.extra, query, shapes, plan)
+        extra = _map_tiles(tile_output, tiles.extra, output, shapes, plan)
         output, normalizer = _merge((output, normalizer), extra, tiles.extra.block)
     output, normalizer = tf.reshape(output, tf.shape(query)), tf.reshape(normalizer, [-1])
     not_empty = query_mask & (normalizer > MASKED_SCORE / 2)
@@ -261,22 +257,22 @@ def _backward(query, key, value, output, upstream, normalizer, key_mask, plan):
         real = tile.own(key_mask)[:, :, tf.newaxis]
         return tf.where(real, key_gradient, 0.0), tf.where(real, value_gradient, 0.0)
 
-    def summed(function, tiles, tokens, num_results):
+    def summed(function, tiles, tokens, num_results, newest):
         shapes = [[tiles.first.block_size, tokens.shape[-1]]] * num_results
-        sums = _map_tiles(function, tiles.first, upstream, shapes, plan)
+        sums = _map_tiles(function, tiles.first, newest, shapes, plan)
         if tiles.extra:
             index = tiles.extra.block[:, tf.newaxis]
-            parts = _map_tiles(function, tiles.extra, upstream, shapes, plan)
+            parts = _map_tiles(function, tiles.extra, sums[0], shapes, plan)
             sums = [
                 tf.tensor_scatter_nd_add(total, index, part)
                 for total, part in zip(sums, parts, strict=True)
             ]
         return [tf.reshape(tf.cast(x, tokens.dtype), tf.shape(tokens)) for x in sums]
 
-    return [
-        *summed(query_gradient, plan.query_tiles, query, 1),
-        *summed(key_value_gradients, plan.key_tiles, key, 2),
-    ]
+    # One loop after the other, although they could run side by side: each begins with buffers.
+    query_gradients = summed(query_gradient, plan.query_tiles, query, 1, upstream)
+    key_gradients = summed(key_value_gradients, plan.key_tiles, key, 2, query_gradients[0])
+    return [*query_gradients, *key_gradients]
 
 
 def _masked_scores(tile, query, keys, key_mask):
@@ -313,7 +309,7 @@ class _Tiles(tf.experimental.ExtensionType):
     def num_scores(self):
         """The scores of all these tiles, or None where the graph does not know how many."""
         sizes = *self.present.shape, self.block_size, self.listed_block_size
-        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+        return math.prod(sizes) if all(isinstance(x, int) for x in sizes) else None
 
     def of(self, block, listed_blocks, present):
         """Some of these tiles."""
@@ -359,7 +355,7 @@ class _Plan(tf.experimental.ExtensionType):
 
 def _sparse_tiles(layout, query):
     """Returns the query side and the key side of a pattern, for the blocks that the input has."""
-    batch, num_heads, length = (_size(query, axis) for axis in range(3))
+    batch, num_heads, length = (size(query, axis) for axis in range(3))
     num_blocks = length // layout.block_size
 
     def tiles(head, block, listed):
@@ -404,11 +400,11 @@ def _fill_with_empty(rows, count):
 
 def _dense_tiles(own, block_size, other):
     """Every block of `own` with all tokens of `other` of its batch row and head."""
-    blocks_per_head = _size(own, 2) // block_size
-    block = tf.range(_size(own, 0) * own.shape[1] * blocks_per_head)
+    blocks_per_head = size(own, 2) // block_size
+    block = tf.range(size(own, 0) * own.shape[1] * blocks_per_head)
     listed = (block // blocks_per_head)[:, tf.newaxis]
     present = tf.ones_like(listed, tf.bool)
-    return _Side(_Tiles(block, listed, present, block_size, _size(other, 2)))
+    return _Side(_Tiles(block, listed, present, block_size, size(other, 2)))
 
 
 def _map_tiles(function, tiles, newest, result_shapes, plan):
@@ -421,46 +417,20 @@ def _map_tiles(function, tiles, newest, result_shapes, plan):
     Returns:
       The results of all tiles.
     """
-    num_tiles = _size(tiles.block, 0)
-    at_once = plan.step_bytes // tiles.bytes(newest.shape[-1], newest.dtype)
-    steps = _at_least_one(-(-num_tiles // _at_least_one(at_once)))
-    at_once = -(-num_tiles // steps)
+    num_tiles = size(tiles.block, 0)
+    fitting = plan.step_bytes // tiles.bytes(newest.shape[-1], newest.dtype)
+    steps, at_once = plan_steps(num_tiles, fitting)
+    inputs = [split(x, steps, at_once) for x in (tiles.block, tiles.listed_blocks, tiles.present)]
 
-    def split(tensor):
-        rest = tensor.shape[1:]
-        filled = tf.pad(tensor, [[0, steps * at_once - num_tiles], *[[0, 0]] * len(rest)])
-        return tf.reshape(filled, [steps, at_once, *rest])
+    def step(number, sums):
+        return list(function(tiles.of(*(x[number] for x in inputs)))), sums
 
-    inputs = [split(x) for x in (tiles.block, tiles.listed_blocks, tiles.present)]
-    # Every step overwrites its own part, so any values will do to begin with. These depend on the
-    # data and differ: XLA would make constant ones for all layers of a model at once and early, and
-    # copy equal ones.
-    unset = tf.cast(tf.reshape(newest, [-1])[0], tf.float32)
-    results = [
-        tf.TensorArray(tf.float32, steps, element_shape=[None, *shape]).unstack(
-            tf.broadcast_to(unset * number, [steps, at_once, *shape])
-        )
-        for number, shape in enumerate(result_shapes, start=1)
-    ]
-
-    def body(step, results):
-        block, listed, present = (x[step] for x in inputs)
-        parts = function(tiles.of(block, listed, present))
-        return step + 1, [
-            result.write(step, part) for result, part in zip(results, parts, strict=True)
-        ]
-
-    _, results = tf.while_loop(
-        lambda step, _: step < steps, body, (0, results), parallel_iterations=1
-    )
+    shapes = [[at_once, *shape] for shape in result_shapes]
+    results, _ = stream(step, steps, shapes, newest)
     return [
-        tf.reshape(result.stack(), [-1, *shape])[:num_tiles]
+        tf.reshape(result, [-1, *shape])[:num_tiles]
         for result, shape in zip(results, result_shapes, strict=True)
     ]
-
-
-def _at_least_one(number):
-    return max(1, number) if isinstance(number, int) else tf.maximum(1, number)
 
 
 # ---------------------------------------------------------------------------- dropout
@@ -536,19 +506,13 @@ def _mix(bits):
 # ---------------------------------------------------------------------------- shapes
 
 
-def _size(tensor, axis):
-    """The size of an axis: an int, or a scalar tensor where the graph does not know it yet."""
-    size = tensor.shape[axis]
-    return tf.shape(tensor)[axis] if size is None else size
-
-
 def _round_up(number, step):
     return number + -number % step
 
 
 def _pad(tensor, axis, multiple):
     """Pads an axis with zeros (False) to a multiple."""
-    missing = -_size(tensor, axis) % multiple
+    missing = -size(tensor, axis) % multiple
     if isinstance(missing, int) and missing == 0:
         return tensor
     paddings = [[0, 0]] * tensor.shape.rank
@@ -578,16 +542,16 @@ def _check_shapes(query, key, value, token_mask, layout):
         )
     if layout is None:
         return
-    size, (num_heads, num_blocks, _) = layout.block_size, layout.key_blocks.shape
+    block_size, (num_heads, num_blocks, _) = layout.block_size, layout.key_blocks.shape
     length = query.shape[2]
     if (
         query.shape[1] != num_heads
         or not query.shape.is_compatible_with(key.shape)
-        or (length is not None and not 0 < length <= num_blocks * size)
-        or (length is not None and length % size)
+        or (length is not None and not 0 < length <= num_blocks * block_size)
+        or (length is not None and length % block_size)
     ):
         raise ValueError(
-            f"The layout is for {num_heads} heads, 1 to {num_blocks} blocks of {size} tokens, and "
-            f"as many queries as keys; received query {query.shape} and key {key.shape}. Pad the "
-            "input to whole blocks, or build the layout for more."
+            f"The layout is for {num_heads} heads, 1 to {num_blocks} blocks of {block_size} "
+            f"tokens, and as many queries as keys; received query {query.shape} and key "
+            f"{key.shape}. Pad the input to whole blocks, or build the layout for more."
         )

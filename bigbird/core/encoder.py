@@ -20,6 +20,7 @@ import tf_keras as keras
 from bigbird.core import block_layout
 from bigbird.core.attention import MultiHeadedAttentionLayer
 from bigbird.core.config import NORM_TYPES, BigBirdConfig
+from bigbird.core.feed_forward import feed_forward
 from bigbird.core.layers import (
     LAYER_NORM_EPSILON,
     LayerNorm,
@@ -221,7 +222,7 @@ class EncoderLayer(keras.layers.Layer):
 
     def _feed_forward_block(self, hidden, training):
         inner = self._before(self.output_norm, hidden)
-        inner = self.output_dense(self.intermediate(inner))
+        inner = feed_forward(inner, self.intermediate, self.output_dense)
         inner = self.output_dropout(inner, training=training)
         return self._after(self.output_norm, hidden, inner)
 

@@ -10,7 +10,7 @@ arXiv:1604.06174, section 4). The second run has to repeat the first exactly, so
 * the arguments, bit for bit the same, wait for the incoming gradient: a compiler can neither merge
   the second run with the first nor start it early.
 
-Read `recompute_grad` first, then `_after`. Axis letters: none; everything here is shape agnostic.
+Read `recompute_grad` first, then `after`. Axis letters: none; everything here is shape agnostic.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class RecomputeContext:
 class _ActiveContexts(threading.local):
     def __init__(self):
         self.contexts = []
+        self.recomputed_functions = 0
 
 
 _active = _ActiveContexts()
@@ -96,6 +97,23 @@ _active = _ActiveContexts()
 def get_recompute_context():
     """Returns the innermost active `RecomputeContext` of this thread, or None."""
     return _active.contexts[-1] if _active.contexts else None
+
+
+def is_recomputed():
+    """Returns whether this runs inside a recomputed function, in either of its runs.
+
+    What a gradient keeps there lives only while the gradient of the function is computed.
+    """
+    return _active.recomputed_functions > 0
+
+
+@contextlib.contextmanager
+def _inside_recomputed_function():
+    _active.recomputed_functions += 1
+    try:
+        yield
+    finally:
+        _active.recomputed_functions -= 1
 
 
 def _draw_seed():
@@ -148,9 +166,12 @@ def stateless_dropout(x, rate, seed, noise_shape=None, name=None):
     if rate == 0:
         return x
     with tf.name_scope(name or "stateless_dropout"):
+        # All that a draw needs is its seed: without a reason to wait the draws of all layers would
+        # be made at once, and first.
+        (seed,) = after([x], [_as_seed(seed)])
         # Comparing integers drops exactly round(rate * 2**32) of the 2**32 values of a draw.
         draws = tf.random.stateless_uniform(
-            _mask_shape(x, noise_shape), _as_seed(seed), None, None, tf.uint32, alg=_GENERATOR
+            _mask_shape(x, noise_shape), seed, None, None, tf.uint32, alg=_GENERATOR
         )
         keep = draws >= tf.constant(round(rate * 2**32), tf.uint32)
         # In 16 bits the rounded scale would shift the mean.
@@ -313,7 +334,8 @@ def _call_and_recompute(f, args, kwargs, seed):
 
     def run(tensors):
         args, kwargs = rebuild_arguments(tensors)
-        outputs = f(*args, **kwargs)
+        with _inside_recomputed_function():
+            outputs = f(*args, **kwargs)
         output_tensors, rebuild = _split_tensors(outputs)
         if not output_tensors:
             raise ValueError(
@@ -330,7 +352,7 @@ def _call_and_recompute(f, args, kwargs, seed):
         bind = _bind_captures(tf.compat.v1.get_default_graph())
 
         def backward(*output_gradients, variables=()):
-            *inputs, late_seed = _after(output_gradients, [*tensors, seed])
+            *inputs, late_seed = after(output_gradients, [*tensors, seed])
             with enter_keras_call(), RecomputeContext(late_seed, is_recomputing=True, uses=uses):
                 input_gradients, variable_gradients = bind(
                     lambda: _vector_jacobian_product(
@@ -442,19 +464,24 @@ def _bind_captures(graph):
 # ------------------------------------------------------------------------------ order
 
 
-def _after(gradients, tensors):
-    """Returns copies of `tensors`, bit for bit, that cannot be computed before `gradients` are.
+def after(earlier, tensors):
+    """Returns copies of `tensors`, bit for bit, that cannot be computed before `earlier` are.
 
-    A graph executor may run the recomputation right after the forward pass, and XLA merges the two
+    A graph executor may run a recomputation right after the forward pass, and XLA merges the two
     if their inputs are the same. XLA drops control dependencies and, on a CPU, expands its
     optimization barrier before it merges, so the copies depend on data: into the bits of each
-    tensor is or-ed a zero that only the bits of the gradients determine. Being integer arithmetic
-    this is exact for all values, non-finite ones included, compiled or not. Eager code is in order
-    by itself.
+    tensor is or-ed a zero that only the bits of the earlier tensors determine. Being integer
+    arithmetic this is exact for all values, non-finite ones included, compiled or not. Eager code
+    is in order by itself.
+
+    Args:
+      earlier: tensors, such as incoming gradients; None and those that are not floating are
+        ignored.
+      tensors: tensors of any dtypes.
     """
     if tf.executing_eagerly():
         return [tf.identity(x) for x in tensors]
-    never = _never(gradients)
+    never = _never(earlier)
 
     @tf.custom_gradient
     def copy(x):
@@ -471,16 +498,16 @@ _BITS = {
 }
 
 
-def _never(gradients):
-    """Returns a boolean scalar, False, that a compiler learns only by computing `gradients`."""
+def _never(tensors):
+    """Returns a boolean scalar, False, that a compiler learns only by computing `tensors`."""
     never = tf.constant(False)
-    for dy in gradients:
-        if dy is None or not _is_differentiable(dy):
+    for x in tensors:
+        if x is None or not _is_differentiable(x):
             continue
-        if dy.dtype.is_complex:
-            dy = tf.math.real(dy)
-        # One element waits for all, and an empty gradient has none.
-        bits = tf.bitcast(tf.reshape(dy, [-1])[:1], _BITS[dy.dtype])
+        if x.dtype.is_complex:
+            x = tf.math.real(x)
+        # One element waits for all, and an empty tensor has none.
+        bits = tf.bitcast(tf.reshape(x, [-1])[:1], _BITS[x.dtype])
         # No word has more than 64 bits, but compilers do not track the range of a bit count.
         count = tf.raw_ops.PopulationCount(x=bits)
         never = tf.logical_or(never, tf.reduce_any(count > 64))

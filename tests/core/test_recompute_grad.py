@@ -19,9 +19,10 @@ from bigbird.core.recompute_grad import (
     Recompute,
     RecomputeContext,
     RecomputingDropout,
-    _after,
     add_gradient_recomputation,
+    after,
     get_recompute_context,
+    is_recomputed,
     recompute_grad,
     stateless_dropout,
 )
@@ -267,6 +268,22 @@ def test_second_derivatives_of_nested_recomputation(mode):
     )
 
 
+@every_mode
+def test_both_runs_know_that_they_are_recomputed(mode):
+    inside = []
+
+    def f(x):
+        inside.append((is_recomputed(), getattr(get_recompute_context(), "is_recomputing", None)))
+        return x * x
+
+    gradients(recompute_grad(f), mode, [tf.ones([2])])
+    assert inside == [(True, False), (True, True)]
+    with pytest.raises(ValueError, match="must return a tf.Tensor"):
+        recompute_grad(lambda x: None)(tf.ones([2]))
+    gradients(f, mode, [tf.ones([2])])
+    assert inside[2:] == [(False, None)]
+
+
 # ------------------------------------------------------------------------------ control flow
 
 
@@ -356,8 +373,8 @@ def test_autograph_converts_the_wrapped_function_in_both_runs():
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_waiting_for_a_gradient_changes_no_bit(jit_compile, bits, gradient_bits):
     words = np.array(bits, np.uint64), np.array(gradient_bits, np.uint64)
-    for before, after in _WAIT[jit_compile](*words):
-        np.testing.assert_array_equal(before, after)
+    for early, late in _WAIT[jit_compile](*words):
+        np.testing.assert_array_equal(early, late)
 
 
 def _wait_for_gradients_of_every_dtype(words, gradient_words):
@@ -371,14 +388,14 @@ def _wait_for_gradients_of_every_dtype(words, gradient_words):
         x = tf.bitcast(tf.cast(words, bits), dtype)
         dy = tf.bitcast(tf.cast(gradient_words, bits), dtype)
         integers, flags = tf.cast(words, tf.int32), words > 5
-        late, late_integers, late_flags = _after([dy], [x, integers, flags])
+        late, late_integers, late_flags = after([dy], [x, integers, flags])
         pairs += [
             (tf.bitcast(x, bits), tf.bitcast(late, bits)),
             (integers, late_integers),
             (flags, late_flags),
         ]
     z = tf.complex(tf.cast(words, tf.float32), -0.0)
-    (late,) = _after([z], [z])
+    (late,) = after([z], [z])
     return [
         *pairs,
         *[(tf.bitcast(part(z), tf.uint32), tf.bitcast(part(late), tf.uint32)) for part in _PARTS],
@@ -477,6 +494,21 @@ def test_the_graph_executor_recomputes_each_layer_when_its_gradient_arrives():
 
     step(tf.ones([2]))
     assert "".join(events) == "abccba"
+
+
+def test_the_draws_of_a_dropout_wait_for_its_input():
+    """They need nothing but a seed: a scheduler could make those of all layers first."""
+
+    def planned(layers):
+        def f(x, w):
+            for i in range(layers):
+                x = stateless_dropout(tf.matmul(x, w), 0.5, (0, i))
+            return x
+
+        specs = tf.TensorSpec([256, 64]), tf.TensorSpec([64, 64])
+        return planned_memory(f, *specs).temporary_bytes
+
+    assert planned(8) - planned(2) < 256 * 64 * 4
 
 
 def test_an_eager_tape_holds_no_intermediate():

@@ -6,11 +6,10 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo demo-distillation test lint format clean
+.PHONY: help demo test lint format clean
 
 help:
-	@echo "make demo   fine-tune, evaluate, export and serve a 4,096-token classifier (under ten minutes)"
-	@echo "make demo-distillation   capture a teacher once, train a student from its cache"
+	@echo "make demo   train and serve a 4,096-token classifier; distil a student from a teacher's cache"
 	@echo "make test   run the tests"
 	@echo "make lint   check style; make format mends it"
 	@echo "make clean  remove .venv and what the demo wrote"
@@ -29,8 +28,6 @@ $(VENV)/installed-test: pyproject.toml setup.py | $(BIN)/python
 
 demo: $(VENV)/installed-demo
 	$(BIN)/python -m bigbird.classifier.demo
-
-demo-distillation: $(VENV)/installed-demo
 	$(BIN)/python -m bigbird.distillation.demo
 
 test: $(VENV)/installed-test

@@ -115,14 +115,21 @@ def _wait_for(outputs):
         tensor.numpy()
 
 
-def peak_rss_in_fresh_process(module, argv):
+def peak_rss_in_fresh_process(module, argv, environment=()):
     """Runs `python -m module *argv`, which calls `report_peak_rss`; returns the bytes it reports.
+
+    Args:
+      environment: Dict of variables beside those of this process.
 
     Raises:
       RuntimeError: If the process fails or reports nothing; the message ends with its stderr.
     """
     child = subprocess.run(
-        [sys.executable, "-m", module, *argv], capture_output=True, text=True, check=False
+        [sys.executable, "-m", module, *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **dict(environment)},
     )
     report = re.search(rf"^{_REPORT}=(\d+)$", child.stdout, re.MULTILINE)
     if child.returncode != 0 or report is None:

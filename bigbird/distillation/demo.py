@@ -1,4 +1,4 @@
-"""The tour behind `make demo-distillation`: a teacher, its cache, a student that never meets it.
+"""The second act of `make demo`: a teacher, its cache, a student that never meets the teacher.
 
 It runs `distill.sh` with tiny sizes, and compares the student with one that learned from hard
 labels alone.
@@ -39,16 +39,14 @@ SIZES = {
 def main():
     """Runs the tour."""
     start = time.time()
-    print(
-        "\n\033[1mDistillation: a teacher is captured once, a student learns from its cache\033[0m"
-    )
+    print("\nA teacher is captured once, a student learns from its cache", flush=True)
     shutil.rmtree(RUNS, ignore_errors=True)
     settings = {name: str(value) for name, value in SIZES.items()}
     environment = {**os.environ, **settings, "RUNS": str(RUNS), "PYTHON": sys.executable}
     result = subprocess.run([SCRIPT], env=environment, check=False)
     if result.returncode:
         sys.exit(f"{SCRIPT.name} ended with status {result.returncode}.")
-    print("\n\033[1mSummary: students of the same size and start, on held-out text\033[0m")
+    print("\nSummary: students of the same size and start, on held-out text")
     print(f"{'learned from':24}{'divergence from the teacher':>30}{'agreement':>12}")
     for name, learned_from in (("offline_fused", "the teacher's cache"), ("labels", "hard labels")):
         run = Run.read(str(RUNS / name))

@@ -23,7 +23,7 @@ from bigbird.distillation.kl_plan import (
 from bigbird.distillation.students import LanguageModel
 from bigbird.distillation.targets import TopKTargets
 
-# Shortest length that a batch is padded to; the others are its doubles.
+# Shortest length that a batch, or a chunk, is padded to; the others are its doubles.
 _SHORTEST = 32
 # Features that are padded with something else than 0, or the id of padding.
 _ID_FEATURES = ("input_ids", "target_ids")
@@ -32,9 +32,9 @@ _ID_FEATURES = ("input_ids", "target_ids")
 class TopKTeacher:
     """A teacher that says of sequences what a cache stores.
 
-    Batches are padded to a power of two times 32 tokens, at most to the longest length, so that few
-    shapes are traced. What is said of a sequence depends on the batch it is in by rounding alone,
-    so equal batches give equal bytes.
+    Batches, and the chunks of their tokens, are padded to a power of two times 32 tokens, at most
+    to the longest length and the largest chunk, so that few shapes are traced. What is said of a
+    sequence depends on the batch it is in by rounding alone, so equal batches give equal bytes.
     """
 
     def __init__(
@@ -114,10 +114,7 @@ class TopKTeacher:
         for name in batch[0]:
             values = [np.asarray(sequence[name]) for sequence in batch]
             longest = max(map(len, values))
-            length = _SHORTEST
-            while length < longest:
-                length *= 2
-            length = max(min(length, self._max_length), longest)
+            length = max(min(_padded_length(longest), self._max_length), longest)
             fill = self._pad_id if name in _ID_FEATURES else 0
             padded[name] = tf.constant(
                 np.stack([np.pad(v, (0, length - len(v)), constant_values=fill) for v in values])
@@ -129,7 +126,7 @@ class TopKTeacher:
         parts = []
         for start in range(0, len(rows), self._chunk_tokens):
             chunk = rows[start : start + self._chunk_tokens]
-            missing = self._chunk_tokens - len(chunk)
+            missing = min(_padded_length(len(chunk)), self._chunk_tokens) - len(chunk)
             tops = self._top(tf.pad(chunk, [[0, missing], [0, 0]]))
             parts.append([top[: len(chunk)].numpy() for top in tops])
         if not parts:
@@ -162,3 +159,10 @@ class TopKTeacher:
             optional["states"] = spread(states.numpy())
         key = sequence_key(sequence["input_ids"], sequence.get("target_ids"))
         return TeacherRecord(key, sequence["input_ids"], targets, mask, **optional)
+
+
+def _padded_length(length):
+    padded = _SHORTEST
+    while padded < length:
+        padded *= 2
+    return padded

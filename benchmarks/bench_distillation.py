@@ -12,6 +12,7 @@ and from its cache, turn by turn, with peak memory in fresh processes:
 
 import argparse
 import csv
+import json
 import os
 import pathlib
 import subprocess
@@ -24,6 +25,7 @@ import tf_keras as keras
 from matplotlib.figure import Figure
 
 from benchmarks import harness
+from bigbird.core import builtin_documents
 from bigbird.core.config import BigBirdConfig
 from bigbird.distillation.cache import TeacherCache, TeacherCacheWriter
 from bigbird.distillation.cache_format import RecordFormat
@@ -36,6 +38,7 @@ from bigbird.distillation.trainer import MODES, Distiller
 RUNS = pathlib.Path("runs/benchmarks/distillation")
 SCRIPT = pathlib.Path(__file__).parents[1] / "bigbird" / "distillation" / "distill.sh"
 LABELS = "labels"
+PIECES = 320
 
 VOCABULARY, LENGTH, HIDDEN, KEPT, BATCH = 8000, 128, 20, 100, 16
 TEACHER = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
@@ -62,8 +65,28 @@ def main():
 
 def prepare_runs():
     """Runs the script, whose finished parts are not done again."""
-    environment = {**os.environ, "RUNS": str(RUNS), "PYTHON": sys.executable}
-    subprocess.run([SCRIPT], check=True, env=environment)
+    settings = {
+        "RUNS": str(RUNS),
+        "PYTHON": sys.executable,
+        "VOCAB_MODEL_FILE": str(small_vocabulary()),
+    }
+    subprocess.run([SCRIPT], check=True, env={**os.environ, **settings})
+
+
+def small_vocabulary():
+    """Trains a vocabulary on the built-in documents, where there is none yet; returns its path.
+
+    A teacher that trains for minutes is unsure among 8,000 pieces: its 100 likeliest hold 0.6 of
+    the mass. Of this vocabulary they hold nearly all, as those of a large language model do.
+    """
+    path = RUNS / "vocabulary.model"
+    if not path.exists():
+        lines = (builtin_documents.prepare() / "train.jsonl").read_text().splitlines()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(
+            builtin_documents.train_vocabulary((json.loads(x)["text"] for x in lines), PIECES)
+        )
+    return path
 
 
 def compare_modes():

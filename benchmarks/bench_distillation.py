@@ -69,6 +69,12 @@ def prepare_runs():
         "RUNS": str(RUNS),
         "PYTHON": sys.executable,
         "VOCAB_MODEL_FILE": str(small_vocabulary()),
+        "TEACHER_STEPS": "1000",
+        "TEACHER_WARMUP_STEPS": "100",
+        "COPIES": "4",
+        "NUM_TRAIN_STEPS": "600",
+        "NUM_WARMUP_STEPS": "60",
+        "SAVE_CHECKPOINTS_STEPS": "100",
     }
     subprocess.run([SCRIPT], check=True, env={**os.environ, **settings})
 

@@ -186,7 +186,7 @@ def _forward(query, key, value, query_mask, key_mask, plan):
     shapes = [[block_size, query.shape[-1]], [block_size]]
     output, normalizer = _map_tiles(tile_output, tiles.first, query, shapes, plan)
     if tiles.extra:
-        extra = _map_tiles(tile_output, tiles.extra, output, shapes, plan)
+        extra = _map_tiles(tile_output, tiles.extra, query, shapes, plan, output)
         output, normalizer = _merge((output, normalizer), extra, tiles.extra.block)
     output, normalizer = tf.reshape(output, tf.shape(query)), tf.reshape(normalizer, [-1])
     not_empty = query_mask & (normalizer > MASKED_SCORE / 2)
@@ -259,10 +259,10 @@ def _backward(query, key, value, output, upstream, normalizer, key_mask, plan):
 
     def summed(function, tiles, tokens, num_results, newest):
         shapes = [[tiles.first.block_size, tokens.shape[-1]]] * num_results
-        sums = _map_tiles(function, tiles.first, newest, shapes, plan)
+        sums = _map_tiles(function, tiles.first, tokens, shapes, plan, newest)
         if tiles.extra:
             index = tiles.extra.block[:, tf.newaxis]
-            parts = _map_tiles(function, tiles.extra, sums[0], shapes, plan)
+            parts = _map_tiles(function, tiles.extra, tokens, shapes, plan, sums[0])
             sums = [
                 tf.tensor_scatter_nd_add(total, index, part)
                 for total, part in zip(sums, parts, strict=True)
@@ -407,18 +407,19 @@ def _dense_tiles(own, block_size, other):
     return _Side(_Tiles(block, listed, present, block_size, size(other, 2)))
 
 
-def _map_tiles(function, tiles, newest, result_shapes, plan):
+def _map_tiles(function, tiles, tokens, result_shapes, plan, newest=None):
     """Applies `function` to as many tiles at once as the budget allows.
 
     Args:
       function: of `_Tiles`; returns one float32 tensor `[tiles, *shape]` for each result shape.
-      newest: `[…, E]`, of all that `function` reads what was computed last.
+      tokens: `[…, E]`, like those that the tiles gather.
+      newest: a floating tensor that the loop waits for; None, `tokens`.
 
     Returns:
       The results of all tiles.
     """
     num_tiles = size(tiles.block, 0)
-    fitting = plan.step_bytes // tiles.bytes(newest.shape[-1], newest.dtype)
+    fitting = plan.step_bytes // tiles.bytes(tokens.shape[-1], tokens.dtype)
     steps, at_once = plan_steps(num_tiles, fitting)
     inputs = [split(x, steps, at_once) for x in (tiles.block, tiles.listed_blocks, tiles.present)]
 
@@ -426,7 +427,7 @@ def _map_tiles(function, tiles, newest, result_shapes, plan):
         return list(function(tiles.of(*(x[number] for x in inputs)))), sums
 
     shapes = [[at_once, *shape] for shape in result_shapes]
-    results, _ = stream(step, steps, shapes, newest)
+    results, _ = stream(step, steps, shapes, tokens if newest is None else newest)
     return [
         tf.reshape(result, [-1, *shape])[:num_tiles]
         for result, shape in zip(results, result_shapes, strict=True)

@@ -312,4 +312,5 @@ def example_batches(
     examples = source.dataset
     if training:
         examples = endless_examples(source, seed, start_step * batch_size)
-    return examples.batch(batch_size)
+    # A size that the graph knows is what memory is planned for.
+    return examples.batch(batch_size, drop_remainder=training)

@@ -7,7 +7,8 @@ Axis letters: N tokens of all documents, C of them at a time, D model, I interme
 The hidden states act(x W1 + b1) are several times as wide as all else in a layer, and their
 gradients are as wide again. What a recomputed layer (`recompute_grad`) keeps is alive all at once
 while its gradient is computed, so there a large feed-forward keeps nothing but x: its backward pass
-computes the hidden states again, C tokens at a time, at the price of one product in nine.
+computes the hidden states again, C tokens at a time, at the price of one product in nine. The
+gradients of the weights are then sums of parts, which are rounded otherwise.
 
 Source: Kitaev et al., "Reformer", arXiv:2001.04451, section 3 (chunks of tokens).
 """
@@ -28,14 +29,15 @@ def feed_forward(inputs, intermediate, output):
     """Applies two dense layers, one after the other.
 
     Args:
-      inputs: `[…, D]`.
-      intermediate: `keras.layers.Dense` of I units, with the activation.
-      output: `keras.layers.Dense`.
+      inputs: `[…, D]`, in the compute dtype of the calling layer. A size that is not known when
+        the graph is traced counts as 1.
+      intermediate: `keras.layers.Dense` of I units, built, with a bias. Its activation acts on each
+        token by itself and has no variables.
+      output: `keras.layers.Dense`, built, with a bias and without activation.
 
     Returns:
       `[…, D]`. Where it is streamed it has no second derivative.
     """
-    # A size that is not known counts as 1.
     tokens = tf.TensorShape([n or 1 for n in inputs.shape[:-1]]).num_elements()
     if not is_recomputed() or tokens * intermediate.units < STREAMED:
         return output(intermediate(inputs))
@@ -60,7 +62,7 @@ def _streamed(tokens, kernel, bias, output_kernel, output_bias, activation):
         def step(number, sums):
             part, *added = function(*(x[number] for x in per_token))
             return [part], [
-                total + tf.cast(x, tf.float32) for total, x in zip(sums, added, strict=True)
+                total + tf.cast(x, total.dtype) for total, x in zip(sums, added, strict=True)
             ]
 
         shapes = [[at_once, width]]

@@ -475,8 +475,8 @@ def after(earlier, tensors):
     is in order by itself.
 
     Args:
-      earlier: tensors, such as incoming gradients; None and those that are not floating are
-        ignored.
+      earlier: tensors, such as incoming gradients; None and those that are neither
+        floating nor complex are ignored.
       tensors: tensors of any dtypes.
     """
     if tf.executing_eagerly():

@@ -18,14 +18,14 @@ def stream(function, steps, shapes, newest, sums=(), dtype=tf.float32):
         `dtype` for each of `shapes`, and the new sums.
       steps: int or int32 scalar.
       shapes: of a step's parts. Sizes may be tensors.
-      newest: a floating tensor: of all that `function` reads what was computed last.
-      sums: shapes of float32 tensors that begin as zeros.
+      newest: a floating tensor that the loop waits for.
+      sums: shapes of tensors that begin as zeros: float64 if `dtype` is, else float32.
 
     Returns:
       The results, a list of `[steps, *shape]`, and the sums.
     """
     # XLA makes constants for all layers of a model at once and early: begin with ones it cannot
-    # know. They differ, because it copies equal ones.
+    # know. Those of the results differ, because it copies equal ones.
     (zero,) = after([newest], [tf.zeros([], dtype)])
     results = [
         tf.TensorArray(dtype, steps, element_shape=_known(shape)).unstack(
@@ -33,7 +33,8 @@ def stream(function, steps, shapes, newest, sums=(), dtype=tf.float32):
         )
         for number, shape in enumerate(shapes, start=1)
     ]
-    sums = [tf.broadcast_to(tf.cast(zero, tf.float32), shape) for shape in sums]
+    of_sums = tf.cast(zero, tf.float64 if dtype == tf.float64 else tf.float32)
+    sums = [tf.broadcast_to(of_sums, shape) for shape in sums]
 
     def body(step, results, sums):
         parts, sums = function(step, sums)

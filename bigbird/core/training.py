@@ -238,7 +238,10 @@ def _fold_in(seed, data):
 def _split_batch(tensor, count):
     """[B, ...] -> [count, B / count, ...]"""
     shape = tf.shape(tensor)
-    return tf.reshape(tensor, tf.concat([[count, shape[0] // count], shape[1:]], axis=0))
+    parts = tf.reshape(tensor, tf.concat([[count, shape[0] // count], shape[1:]], axis=0))
+    batch = tensor.shape[0]
+    parts.set_shape([count, None if batch is None else batch // count, *tensor.shape[1:]])
+    return parts
 
 
 def inference_context() -> RecomputeContext:

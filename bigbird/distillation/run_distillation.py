@@ -95,7 +95,7 @@ flags.DEFINE_string(
 flags.DEFINE_integer("max_decoder_length", 128, "Tokens of a summary with its end, at most.")
 flags.DEFINE_integer("k", None, "Entries of the cache to read, the likeliest; all where unset.")
 flags.DEFINE_float("temperature", 1.0, "Temperature of both sides' probabilities.")
-flags.DEFINE_enum("tail", "renormalize", list(TAILS), "What the loss makes of words not kept.")
+flags.DEFINE_enum("tail", "bucket", list(TAILS), "What the loss makes of words not kept.")
 flags.DEFINE_float("label_share", 0.0, "Share of the hard labels' cross entropy in the loss.")
 flags.DEFINE_float("state_weight", 0.0, "Weight of the squared distance of hidden states.")
 flags.DEFINE_integer("loss_chunk_tokens", None, "Tokens whose logits exist at a time, at most.")

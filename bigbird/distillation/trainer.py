@@ -74,7 +74,7 @@ class Distiller(training.SeededModel):
         mode: str = "offline_fused",
         teacher: LanguageModel | None = None,
         temperature: float = 1.0,
-        tail: str = "renormalize",
+        tail: str = "bucket",
         label_share: float = 0.0,
         alignment: str = "same",
         state_weight: float = 0.0,
@@ -226,7 +226,8 @@ class Distiller(training.SeededModel):
             "More tokens of a sequence take part than max_rows says: raise it, or leave it out.",
         )
         # The first places of the tokens that take part, then others without weight.
-        _, places = tf.math.top_k(tf.cast(features["mask"], tf.int32), self.max_rows)
+        count = tf.minimum(self.max_rows, tf.shape(features["mask"])[1])
+        _, places = tf.math.top_k(tf.cast(features["mask"], tf.int32), count)
         return {name: tf.gather(value, places, batch_dims=1) for name, value in rows.items()}
 
     def _labels(self, features):
@@ -308,7 +309,7 @@ def check_cache(
     task: str | None = None,
     k: int | None = None,
     temperature: float = 1.0,
-    tail: str = "renormalize",
+    tail: str = "bucket",
     label_share: float = 0.0,
     state_weight: float = 0.0,
     max_length: int | None = None,

@@ -139,7 +139,7 @@ def pretraining_dataset(
 
     numbered = examples.enumerate(first)
     made = numbered.map(features, num_parallel_calls=tf.data.AUTOTUNE)
-    batches = made.batch(batch_size)
+    batches = made.batch(batch_size, drop_remainder=training)
     if crop_to_block is not None:
         batches = batches.map(lambda batch: _cropped(batch, crop_to_block, pad_id))
     return batches.prefetch(tf.data.AUTOTUNE)

@@ -231,13 +231,15 @@ class TestClassificationDataset:
         assert [ids.shape.as_list() for ids, _ in batches] == [[3, 8], [3, 8], [1, 8]]
         assert np.concatenate([labels for _, labels in batches]).tolist() == list(range(7))
 
-    def test_shapes_leave_the_batch_open(self, tokenizer):
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_graph_knows_the_shapes_of_training(self, tokenizer, training):
         dataset = classification_dataset(
-            numbered_source(7), tokenizer, SPECIAL, 8, 3, training=True
+            numbered_source(7), tokenizer, SPECIAL, 8, 3, training=training
         )
         ids, labels = dataset.element_spec
-        assert ids == tf.TensorSpec([None, 8], tf.int32)
-        assert labels == tf.TensorSpec([None], tf.int32)
+        batch = 3 if training else None
+        assert ids == tf.TensorSpec([batch, 8], tf.int32)
+        assert labels == tf.TensorSpec([batch], tf.int32)
 
     def test_training_from_a_step_is_the_rest_of_the_whole_stream(self, tokenizer):
         def batches(start_step, count):

@@ -123,6 +123,17 @@ def test_what_the_teacher_says_does_not_depend_on_the_chunk(options, whole_model
             np.testing.assert_allclose(one.log_z, two.log_z, atol=1e-6)
 
 
+def test_a_chunk_is_padded_no_further_than_needed(whole_model):
+    teacher = new_teacher(whole_model, chunk_tokens=100)
+    chunks = []
+    top = teacher._top
+    teacher._top = lambda chunk: chunks.append(len(chunk)) or top(chunk)
+    for tokens in (5, 33, 105):
+        ids, *_ = teacher._top_of_rows(tf.ones([tokens, 8]))
+        assert len(ids) == tokens
+    assert chunks == [32, 64, 100, 32]
+
+
 def test_a_capture_that_is_stopped_goes_on_and_ends_with_the_same_bytes(
     whole, tmp_path, teacher, plan
 ):

@@ -137,6 +137,12 @@ def test_the_head_sees_only_tokens_that_take_part_and_nothing_changes(cache):
     )
 
 
+def test_batches_may_be_shorter_than_the_most_rows_of_the_cache(cache):
+    longest = cache.manifest["max_length"]
+    few = losses_of(new_distiller(cache, max_rows=longest), cache, pad_to_batch=True)
+    np.testing.assert_allclose(few, losses_of(new_distiller(cache), cache), rtol=1e-5)
+
+
 def test_a_token_that_the_head_would_not_see_is_an_error(cache):
     model = new_distiller(cache, max_rows=1)
     with pytest.raises(tf.errors.InvalidArgumentError, match="raise it, or leave it out"):

@@ -1,4 +1,4 @@
-"""The tour behind `make demo`: train, evaluate, export and serve a 4,096-token classifier.
+"""The first act of `make demo`: train, evaluate, export and serve a 4,096-token classifier.
 
 It runs the commands a user would, on the built-in documents, and prints each one first.
 """

@@ -52,7 +52,7 @@ class Distiller(training.SeededModel):
 
     with KL by the tail rule, α the `label_share`, β the `state_weight`, h the student's hidden
     states, s the teacher's, and P a projection where their widths differ. Every number is a mean
-    over the tokens that take part.
+    over the tokens of a replica that take part.
 
     Batches are dicts as `TeacherCache.dataset` gives them; `online`, they need `input_ids`, `mask`
     and what the student and teacher read besides. Training shows `loss` and `kept_mass`, the
@@ -60,8 +60,9 @@ class Distiller(training.SeededModel):
 
     Evaluation gives `kl`, the divergence from the teacher at temperature 1: from the full teacher
     where the batches keep all its logits, or `online`; otherwise by `bucket`, which is never above
-    it. Besides, the share of tokens where both rank the same id first, the student's mass on the
-    kept ids, and the cross entropy of the labels where there are any.
+    it, or by `renormalize` where the cache has no normaliser at temperature 1. Besides, the share
+    of tokens where both rank the same id first, the student's mass on the kept ids, and the cross
+    entropy of the labels where there are any.
 
     Source: "Efficient Knowledge Distillation for LLMs", arXiv:2608.03796.
     """

@@ -183,7 +183,7 @@ class Problem(NamedTuple):
     def empty_terms(self):
         """Zeros `[N]` for everything that `terms` gives."""
         names = ["loss", "log_norm"]
-        if self.formula.tail == "bucket":
+        if self.formula.tail == "bucket" and isinstance(self.targets, TopKTargets):
             names.append("log_outside")
         if self.labels is not None:
             names.append("label_log_norm")

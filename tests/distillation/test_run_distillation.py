@@ -117,8 +117,8 @@ def test_a_finished_run_is_not_trained_again_and_another_setting_is_refused(sett
     table = (settings["output_dir"] / "train.csv").read_text()
     run(settings, num_train_steps=2)
     assert (settings["output_dir"] / "train.csv").read_text() == table
-    with pytest.raises(ValueError, match="temperature: 1.0 there, 2.0 here"):
-        run(settings, num_train_steps=2, temperature=2.0)
+    with pytest.raises(ValueError, match="tail: bucket there, zero here"):
+        run(settings, num_train_steps=2, tail="zero")
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def test_a_token_that_the_head_would_not_see_is_an_error(cache):
 
 def test_a_compiled_step_is_the_same_step(cache):
     plain, compiled = (new_distiller(cache, jit_compile=jit) for jit in (False, True))
-    np.testing.assert_allclose(losses_of(compiled, cache, 2), losses_of(plain, cache, 2), rtol=1e-5)
+    # The loss is a difference of numbers of order one.
+    np.testing.assert_allclose(losses_of(compiled, cache, 2), losses_of(plain, cache, 2), atol=1e-7)
 
 
 def test_a_keras_3_student_takes_the_same_steps_as_a_tf_keras_one(cache):

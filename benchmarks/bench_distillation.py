@@ -38,7 +38,7 @@ from bigbird.distillation.trainer import MODES, Distiller
 RUNS = pathlib.Path("runs/benchmarks/distillation")
 SCRIPT = pathlib.Path(__file__).parents[1] / "bigbird" / "distillation" / "distill.sh"
 LABELS = "labels"
-PIECES = 320
+PIECES = 180
 
 VOCABULARY, LENGTH, HIDDEN, KEPT, BATCH = 8000, 128, 20, 100, 16
 TEACHER = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
@@ -69,8 +69,8 @@ def prepare_runs():
         "RUNS": str(RUNS),
         "PYTHON": sys.executable,
         "VOCAB_MODEL_FILE": str(small_vocabulary()),
-        "TEACHER_STEPS": "1000",
-        "TEACHER_WARMUP_STEPS": "100",
+        "TEACHER_STEPS": "800",
+        "TEACHER_WARMUP_STEPS": "80",
         "COPIES": "4",
         "NUM_TRAIN_STEPS": "600",
         "NUM_WARMUP_STEPS": "60",

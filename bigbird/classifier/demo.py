@@ -6,7 +6,6 @@ It runs the commands a user would, on the built-in documents, and prints each on
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import time
 
 from bigbird.core import builtin_documents
+from bigbird.core.tour import print_title, run_command
 
 RUN = pathlib.Path("runs/demo")
 SIZES = {
@@ -54,36 +54,35 @@ print(served(tf.constant([sys.stdin.read()]))["probabilities"].numpy()[0].tolist
 def main():
     """Runs the tour."""
     start = time.time()
-    _print_title("1. The built-in documents and their vocabulary")
+    print_title("1. The built-in documents and their vocabulary")
     test = _documents("test")
     labels = sorted({document["label"] for document in test})
     majority = max(sum(d["label"] == label for d in test) for label in labels) / len(test)
     print(f"{len(_documents('train'))} training and {len(test)} test documents of {labels}.")
 
-    _print_title("2. Memory of one training step at 4,096 tokens, planned by XLA")
+    print_title("2. Memory of one training step at 4,096 tokens, planned by XLA")
     for layers in (SIZES["num_hidden_layers"], DEEPER):
-        _run(
-            "bigbird.core.memory",
-            *_as_flags(SIZES | {"num_hidden_layers": layers}),
-            "--vocab_model_file=builtin",
-            f"--train_batch_size={BATCH_SIZE}",
-            f"--optimizer={TRAINING['optimizer']}",
-            "--policies=none,full",
-        )
+        planned = {
+            "num_hidden_layers": layers,
+            "vocab_model_file": "builtin",
+            "train_batch_size": BATCH_SIZE,
+            "optimizer": TRAINING["optimizer"],
+            "policies": "none,full",
+        }
+        run_command("bigbird.core.memory", SIZES | planned)
 
-    _print_title("3. Train, evaluate, export")
+    print_title("3. Train, evaluate, export")
     shutil.rmtree(RUN, ignore_errors=True)
-    _run(
+    run_command(
         "bigbird.classifier.run_classifier",
-        *_as_flags(SIZES | TRAINING),
+        SIZES | TRAINING | {"output_dir": RUN},
         "--use_gradient_checkpointing",
         "--jit_compile",
-        f"--output_dir={RUN}",
         "--do_eval",
         "--do_export",
     )
 
-    _print_title("4. Load the export in a new process and classify a document")
+    print_title("4. Load the export in a new process and classify a document")
     document = test[0]
     served = subprocess.run(
         [sys.executable, "-c", SERVE, str(RUN / "export")],
@@ -101,7 +100,7 @@ def main():
         print(f"  {label:<12}{probability:6.1%}")
 
     results = json.loads((RUN / f"eval_results_{TRAINING['num_train_steps']}.json").read_text())
-    _print_title("Summary")
+    print_title("Summary")
     print(f"accuracy {results['accuracy']:.1%}, majority class {majority:.1%}")
     print(f"{time.time() - start:.0f} seconds; the run is in {RUN}")
 
@@ -109,21 +108,6 @@ def main():
 def _documents(split):
     lines = (builtin_documents.prepare() / f"{split}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def _print_title(title):
-    print(f"\n\033[1m{title}\033[0m" if sys.stdout.isatty() else f"\n{title}", flush=True)
-
-
-def _as_flags(values):
-    return [f"--{name}={value}" for name, value in values.items()]
-
-
-def _run(module, *arguments):
-    command = [sys.executable, "-m", module, *arguments]
-    print("$ python -m", module, " ".join(arguments), flush=True)
-    # Keeps what TensorFlow's C++ says about missing GPUs out of the tour.
-    subprocess.run(command, check=True, env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ})
 
 
 if __name__ == "__main__":

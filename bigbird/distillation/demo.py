@@ -1,60 +1,75 @@
 """The second act of `make demo`: a teacher, its cache, a student that never meets the teacher.
 
-It runs `distill.sh` with tiny sizes, and compares the student with one that learned from hard
-labels alone.
+It runs the commands a user would, on the built-in documents, and prints each one first.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import time
 
+from bigbird.core.tour import print_title, run_command
 from bigbird.distillation.report import Run
 
 RUNS = pathlib.Path("runs/demo-distillation")
-SCRIPT = pathlib.Path(__file__).with_name("distill.sh")
-SIZES = {
-    "TEACHER_LAYERS": 2,
-    "TEACHER_SIZE": 128,
-    "TEACHER_INTERMEDIATE_SIZE": 512,
-    "TEACHER_STEPS": 400,
-    "TEACHER_WARMUP_STEPS": 40,
-    "TEACHER_LEARNING_RATE": 2e-3,
-    "COPIES": 2,
-    "STUDENT_LAYERS": 1,
-    "STUDENT_SIZE": 64,
-    "STUDENT_INTERMEDIATE_SIZE": 256,
-    "NUM_TRAIN_STEPS": 300,
-    "NUM_WARMUP_STEPS": 30,
-    "SAVE_CHECKPOINTS_STEPS": 100,
-    "LEARNING_RATE": 2e-3,
-    "MODES": "offline_fused",
+LENGTH, HIDDEN_WORDS = 64, 10
+TEXT = {
+    "vocab_model_file": "builtin",
+    "max_encoder_length": LENGTH,
+    "substitute_newline": " ",
 }
+DATA = {"data_dir": "builtin://documents", **TEXT}
+MODEL = {
+    "attention_type": "original_full",
+    "max_position_embeddings": LENGTH,
+    "hidden_dropout_prob": 0,
+    "attention_probs_dropout_prob": 0,
+    "num_attention_heads": 2,
+    "optimizer": "Adam",
+    "learning_rate": 2e-3,
+    "num_warmup_steps": 20,
+    "train_batch_size": 16,
+}
+TEACHER = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512}
+STUDENT = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256}
+STEPS = {"num_train_steps": 200, "save_checkpoints_steps": 100}
 
 
 def main():
     """Runs the tour."""
     start = time.time()
-    print("\nA teacher is captured once, a student learns from its cache", flush=True)
     shutil.rmtree(RUNS, ignore_errors=True)
-    settings = {name: str(value) for name, value in SIZES.items()}
-    environment = {**os.environ, **settings, "RUNS": str(RUNS), "PYTHON": sys.executable}
-    result = subprocess.run([SCRIPT], env=environment, check=False)
-    if result.returncode:
-        sys.exit(f"{SCRIPT.name} ended with status {result.returncode}.")
-    print("\nSummary: students of the same size and start, on held-out text")
-    print(f"{'learned from':24}{'divergence from the teacher':>30}{'agreement':>12}")
-    for name, learned_from in (("offline_fused", "the teacher's cache"), ("labels", "hard labels")):
-        run = Run.read(str(RUNS / name))
-        divergence, agreement = (
-            run.curve("validation", column)[-1][1] for column in ("kl", "argmax_agreement")
+    teacher, student = RUNS / "teacher", RUNS / "student"
+    words = {"max_predictions_per_seq": HIDDEN_WORDS}
+
+    print_title("5. Pretrain a small teacher on masked words")
+    run_command(
+        "bigbird.pretrain.run_pretraining",
+        DATA | MODEL | TEACHER | STEPS | words | {"output_dir": teacher},
+    )
+
+    print_title("6. Capture it once: 100 logits of each hidden word, and all of held-out documents")
+    for split, k in (("train", 100), ("validation", 0)):
+        captured = {"init_checkpoint": teacher, "split": split, "k": k}
+        run_command(
+            "bigbird.distillation.cache_teacher",
+            DATA | words | captured | {"cache_dir": RUNS / f"cache-{split}"},
+            "--compact",
         )
-        print(f"{learned_from:24}{divergence:>25.3f} nats{agreement:>12.1%}")
-    print(f"{time.time() - start:.0f} seconds; curves and memory are in {RUNS}/comparison.html")
+
+    print_title("7. Train a student from the cache, without the teacher")
+    caches = {
+        "cache_dir": RUNS / "cache-train",
+        "held_out_cache_dir": RUNS / "cache-validation",
+        "output_dir": student,
+    }
+    run_command("bigbird.distillation.run_distillation", TEXT | MODEL | STUDENT | STEPS | caches)
+
+    print_title("Summary")
+    for step, divergence in Run.read(str(student)).curve("validation", "kl"):
+        print(f"step {step}: {divergence:.3f} nats from the teacher on held-out documents")
+    print(f"{time.time() - start:.0f} seconds; curves and memory are in {student}/report.html")
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ STUDENT = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=500, help="updates of each student")
-    parser.add_argument("--seeds", type=int, default=2, help="starts of each rule and K")
+    parser.add_argument("--steps", type=int, default=200, help="updates of each student")
+    parser.add_argument("--seeds", type=int, default=1, help="starts of each rule and K")
     arguments = parser.parse_args()
     prepare_runs()
     cache, held_out = (TeacherCache(RUNS / f"cache-{split}") for split in ("train", "validation"))
@@ -82,7 +82,7 @@ def train(cache, held_out, k, seed, steps, **options):
         **options,
     )
     schedule = LinearWarmupLinearDecay(LEARNING_RATE, steps, steps // 10)
-    model.compile(keras.optimizers.Adam(schedule), run_seed=seed, jit_compile=True)
+    model.compile(keras.optimizers.Adam(schedule), run_seed=seed)
     batches = cache.dataset(BATCH, k=k, seed=seed)
     model.fit(batches, steps_per_epoch=steps, verbose=0)
     return model.evaluate(held_out.dataset(BATCH, training=False), return_dict=True, verbose=0)

@@ -26,6 +26,7 @@ from bigbird.core.attention_core import attend
 from bigbird.core.block_layout import PatternOptions
 from bigbird.core.layers import build_in_scope, create_initializer, get_activation
 from bigbird.core.recompute_grad import RecomputingDropout
+from bigbird.core.streaming import size
 
 # From so many pairs of a query and a key on, streamed full attention is faster than one matrix of
 # scores, and takes a fraction of its memory (benchmarks/bench_attention.py).
@@ -247,8 +248,8 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
           `[B, Q, H, E]`.
         """
         mask = _boolean_mask(masks)
-        query = self.queries(from_tensor, _length(from_tensor))
-        key, value = self.keys_and_values(to_tensor, _length(to_tensor))
+        query = self.queries(from_tensor, size(from_tensor, 1))
+        key, value = self.keys_and_values(to_tensor, size(to_tensor, 1))
         layout = self.layout(query.shape[2])
         if layout is None:
             context = self._attend_to_all(query, key, value, mask, training)
@@ -332,11 +333,6 @@ class MultiHeadedAttentionLayer(keras.layers.Layer):
             "pattern": dataclasses.asdict(self.pattern),
             "sparse_attention_dropout": self.sparse_attention_dropout,
         }
-
-
-def _length(tensor):
-    """Axis 1 of a tensor, as a number where it is known."""
-    return tensor.shape[1] if tensor.shape[1] is not None else tf.shape(tensor)[1]
 
 
 def _boolean_mask(masks):

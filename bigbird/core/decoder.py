@@ -31,6 +31,7 @@ from bigbird.core.config import BigBirdConfig
 from bigbird.core.encoder import EncoderLayer, recomputed_as_configured
 from bigbird.core.layers import LayerNorm, build_in_scope, gelu, get_activation, join_heads
 from bigbird.core.recompute_grad import RecomputingDropout, add_gradient_recomputation
+from bigbird.core.streaming import size
 
 __all__ = [
     "DecoderLayer",
@@ -308,7 +309,7 @@ class DecoderStack(keras.layers.Layer):
 
     def read_document(self, encoder_outputs):
         """Projects `[B, L, D]` to the keys and values of every layer's cross-attention."""
-        length = encoder_outputs.shape[1] or tf.shape(encoder_outputs)[1]
+        length = size(encoder_outputs, 1)
         return [
             KeysValues(*layer.cross_attention.keys_and_values(encoder_outputs, length))
             for layer in self.decoder_layers

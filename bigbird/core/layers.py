@@ -9,6 +9,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 from bigbird.core.recompute_grad import RecomputingDropout
+from bigbird.core.streaming import size
 
 # The 2021 toolkit's LayerNorm epsilon; checkpoints were trained with it.
 LAYER_NORM_EPSILON = 1e-12
@@ -85,15 +86,13 @@ class LayerNorm(keras.layers.LayerNormalization):
 
 def join_heads(tensor):
     """`[B, L, H, E]` -> `[B, L, D]`."""
-    length = tensor.shape[1] if tensor.shape[1] is not None else tf.shape(tensor)[1]
-    return tf.reshape(tensor, [-1, length, tensor.shape[2] * tensor.shape[3]])
+    return tf.reshape(tensor, [-1, size(tensor, 1), tensor.shape[2] * tensor.shape[3]])
 
 
 def pad_length(tensor, multiple: int):
     """Pads axis 1 of `[B, L, …]` with zeros (or False) to a multiple of `multiple`."""
-    length = tensor.shape[1] if tensor.shape[1] is not None else tf.shape(tensor)[1]
     paddings = [[0, 0]] * tensor.shape.rank
-    paddings[1] = [0, -length % multiple]
+    paddings[1] = [0, -size(tensor, 1) % multiple]
     return tf.pad(tensor, paddings)
 
 

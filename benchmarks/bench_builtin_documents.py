@@ -19,7 +19,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 from benchmarks import harness
-from bigbird.core import builtin_documents
+from bigbird.core.corpora import builtin_documents
 
 TOKENS_READ = (128, 256, 512, 1024, 2048, 4096)
 

@@ -25,8 +25,8 @@ import tf_keras as keras
 from matplotlib.figure import Figure
 
 from benchmarks import harness
-from bigbird.core import builtin_documents
 from bigbird.core.config import BigBirdConfig
+from bigbird.core.corpora import builtin_documents
 from bigbird.distillation.cache import TeacherCache, TeacherCacheWriter
 from bigbird.distillation.cache_format import RecordFormat
 from bigbird.distillation.capture import capture, plan_capture

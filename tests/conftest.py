@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import tensorflow as tf
 
-from bigbird.core import builtin_documents
+from bigbird.core.corpora import builtin_documents
 
 # The same examples in every run: a test that fails once fails again.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from bigbird.core import builtin_documents
+from bigbird.core.corpora import builtin_documents
 from bigbird.core.tour import print_title, run_command
 
 RUN = pathlib.Path("runs/demo")

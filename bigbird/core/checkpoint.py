@@ -16,19 +16,19 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 import tf_keras as keras
 
-from bigbird.core.huggingface_files import HuggingFaceTensors, write_pretrained
-from bigbird.core.modeling import TransformerModel
-from bigbird.core.name_maps import Named, named_variables
-from bigbird.core.pretrained_config import (
+from bigbird.core.checkpoint_formats.huggingface_files import HuggingFaceTensors, write_pretrained
+from bigbird.core.checkpoint_formats.name_maps import Named, named_variables
+from bigbird.core.checkpoint_formats.pretrained_config import (
     BERT_FAMILY,
     PEGASUS_FAMILY,
     check_same_model,
     config_from_pretrained,
     settings_of,
 )
-from bigbird.core.safetensors_files import CheckpointError
-from bigbird.core.tensor_sources import TensorSource, open_tensors
-from bigbird.core.tf_checkpoint_files import TfCheckpoint, write_tf1_checkpoint
+from bigbird.core.checkpoint_formats.safetensors_files import CheckpointError
+from bigbird.core.checkpoint_formats.tensor_sources import TensorSource, open_tensors
+from bigbird.core.checkpoint_formats.tf_checkpoint_files import TfCheckpoint, write_tf1_checkpoint
+from bigbird.core.modeling import TransformerModel
 
 __all__ = [
     "CheckpointError",
@@ -271,7 +271,7 @@ def _assign(row: Named, values) -> None:
 def run():
     """Entry of the installed command."""
     # Imported here because it defines flags, which users of this module have no need of.
-    from bigbird.core import conversion
+    from bigbird.core.checkpoint_formats import conversion
 
     conversion.run()
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from absl import logging
 
-from bigbird.core.record_files import LABEL, DataError
-from bigbird.core.sources import RecordSource, open_records
+from bigbird.core.corpora.record_files import LABEL, DataError
+from bigbird.core.corpora.sources import RecordSource, open_records
 from bigbird.core.vocabulary import SpecialTokens, Tokenizer
 
 # Records that are shuffled together; a split of fewer is shuffled whole.

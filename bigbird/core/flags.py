@@ -16,6 +16,7 @@ import sys
 import tensorflow as tf
 from absl import app, flags, logging
 
+from bigbird.core.checkpoint_formats.pretrained_config import flag_values
 from bigbird.core.config import (
     ATTENTION_TYPES,
     CHECKPOINTING_POLICIES,
@@ -25,7 +26,6 @@ from bigbird.core.config import (
 )
 from bigbird.core.devices import PRECISIONS
 from bigbird.core.optimization import OPTIMIZERS
-from bigbird.core.pretrained_config import flag_values
 from bigbird.core.vocabulary import SpecialTokens, find_vocabulary, vocabulary_size
 
 FLAGS = flags.FLAGS

@@ -12,7 +12,7 @@ import sentencepiece
 import tensorflow as tf
 import tensorflow_text
 
-from bigbird.core import builtin_documents
+from bigbird.core.corpora import builtin_documents
 
 # Names of the 2021 toolkit's vocabularies, and where it keeps their files.
 _NAMED = ("gpt2", "pegasus")

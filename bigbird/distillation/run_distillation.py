@@ -15,9 +15,9 @@ import os
 
 from bigbird.core import commands, flags, training
 from bigbird.core.callbacks import write_atomically
+from bigbird.core.checkpoint_formats.pretrained_config import flag_values
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.optimization import LinearWarmupLinearDecay
-from bigbird.core.pretrained_config import flag_values
 from bigbird.core.vocabulary import Tokenizer, find_vocabulary
 from bigbird.distillation.cache import TeacherCache
 from bigbird.distillation.divergence import TAILS

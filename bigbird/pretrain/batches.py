@@ -9,9 +9,9 @@ import dataclasses
 
 import tensorflow as tf
 
+from bigbird.core.corpora.record_files import DataError, file_kind, raw_records
+from bigbird.core.corpora.sources import find_files
 from bigbird.core.data import ExampleSource, endless_examples
-from bigbird.core.record_files import DataError, file_kind, raw_records
-from bigbird.core.sources import find_files
 from bigbird.pretrain.masking import WordMasker
 
 RECORD = "record"

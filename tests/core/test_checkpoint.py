@@ -8,9 +8,9 @@ import tf_keras as keras
 from bigbird.classifier.run_classifier import ClassifierLossLayer
 from bigbird.core import checkpoint
 from bigbird.core.callbacks import Checkpoints
+from bigbird.core.checkpoint_formats.name_maps import named_variables
 from bigbird.core.layers import FirstTokenTransform
 from bigbird.core.modeling import BertModel
-from bigbird.core.name_maps import named_variables
 
 
 def _write(path, tensors):

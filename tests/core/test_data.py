@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbird.core import data
+from bigbird.core.corpora.record_files import DataError
 from bigbird.core.data import (
     ExampleSource,
     classification_dataset,
@@ -18,7 +19,6 @@ from bigbird.core.data import (
     endless_examples,
     open_source,
 )
-from bigbird.core.record_files import DataError
 from bigbird.core.vocabulary import SpecialTokens, Tokenizer
 
 SPECIAL = SpecialTokens()

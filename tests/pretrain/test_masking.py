@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from bigbird.core.corpora.record_files import DataError
 from bigbird.core.data import open_source
-from bigbird.core.record_files import DataError
 from bigbird.core.vocabulary import SpecialTokens, Tokenizer
 from bigbird.pretrain.batches import RecordParser, open_records, pretraining_dataset
 from bigbird.pretrain.masking import WordMasker

@@ -12,11 +12,16 @@ import numpy as np
 import tensorflow as tf
 
 from bigbird.core import flags
-from bigbird.core.config import BigBirdConfig
-from bigbird.core.huggingface_files import write_pretrained, write_settings
-from bigbird.core.modeling import BertModel, TransformerModel
-from bigbird.core.name_maps import BERT, HEADS, TRANSFORMER, Row, named_rows, named_variables
-from bigbird.core.pretrained_config import (
+from bigbird.core.checkpoint_formats.huggingface_files import write_pretrained, write_settings
+from bigbird.core.checkpoint_formats.name_maps import (
+    BERT,
+    HEADS,
+    TRANSFORMER,
+    Row,
+    named_rows,
+    named_variables,
+)
+from bigbird.core.checkpoint_formats.pretrained_config import (
     BERT_FAMILY,
     PEGASUS_FAMILY,
     TYPE_NAMES,
@@ -24,9 +29,11 @@ from bigbird.core.pretrained_config import (
     check_same_model,
     settings_of,
 )
-from bigbird.core.safetensors_files import CheckpointError
-from bigbird.core.tensor_sources import TensorSource, open_tensors
-from bigbird.core.tf_checkpoint_files import write_tf1_checkpoint
+from bigbird.core.checkpoint_formats.safetensors_files import CheckpointError
+from bigbird.core.checkpoint_formats.tensor_sources import TensorSource, open_tensors
+from bigbird.core.checkpoint_formats.tf_checkpoint_files import write_tf1_checkpoint
+from bigbird.core.config import BigBirdConfig
+from bigbird.core.modeling import BertModel, TransformerModel
 from bigbird.core.vocabulary import SpecialTokens, find_vocabulary
 
 TARGETS = ("safetensors", "tf1")

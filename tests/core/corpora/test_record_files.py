@@ -5,7 +5,7 @@ import csv
 import pytest
 import tensorflow as tf
 
-from bigbird.core.record_files import DataError, TextFiles, TFRecordFiles
+from bigbird.core.corpora.record_files import DataError, TextFiles, TFRecordFiles
 
 RECORDS = [{"text": "one\nline, two", "label": 1}, {"text": "", "label": 0}]
 

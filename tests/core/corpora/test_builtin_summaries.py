@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from bigbird.core import builtin_summaries
-from bigbird.core.builtin_documents import SPLITS, Subsystem
-from bigbird.core.builtin_summaries import documented, make_examples, prepare
+from bigbird.core.corpora import builtin_summaries
+from bigbird.core.corpora.builtin_documents import SPLITS, Subsystem
+from bigbird.core.corpora.builtin_summaries import documented, make_examples, prepare
 
 LONG = "The details follow here and go on for some time. " * 30 + "That is all."
 SUMMARY = "Says in one sentence what the rest is about."

@@ -14,8 +14,12 @@ from typing import Any
 
 from absl import logging
 
+from bigbird.core.checkpoint_formats.safetensors_files import (
+    CheckpointError,
+    read_json,
+    regular_file,
+)
 from bigbird.core.config import MEMORY_FIELDS, BigBirdConfig
-from bigbird.core.safetensors_files import CheckpointError, read_json, regular_file
 from bigbird.core.vocabulary import SpecialTokens, piece_id
 
 CONFIG_FILE = "config.json"

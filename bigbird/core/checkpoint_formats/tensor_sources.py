@@ -10,13 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from bigbird.core.callbacks import CHECKPOINT_DIRECTORY, checkpoint_steps
-from bigbird.core.huggingface_files import HuggingFaceTensors
-from bigbird.core.safetensors_files import (
+from bigbird.core.checkpoint_formats.huggingface_files import HuggingFaceTensors
+from bigbird.core.checkpoint_formats.safetensors_files import (
     CheckpointError,
     SafetensorsDirectory,
     is_safetensors_directory,
 )
-from bigbird.core.tf_checkpoint_files import TfCheckpoint
+from bigbird.core.checkpoint_formats.tf_checkpoint_files import TfCheckpoint
 
 
 class TensorSource(Protocol):

@@ -9,8 +9,8 @@ import pytest
 import safetensors.numpy
 
 from bigbird.core import checkpoint
+from bigbird.core.checkpoint_formats.conversion import convert
 from bigbird.core.config import BigBirdConfig
-from bigbird.core.conversion import convert
 from bigbird.core.modeling import BertModel, TransformerModel
 
 FOLDERS = ("hf_bigbird", "hf_bigbird_classifier", "hf_bigbird_pegasus")

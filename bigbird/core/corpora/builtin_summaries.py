@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 
-from bigbird.core.builtin_documents import (
+from bigbird.core.corpora.builtin_documents import (
     SPLITS,
     Subsystem,
     digest,

@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from bigbird.core.callbacks import write_atomically
-from bigbird.core.name_maps import HF_BARE, HF_BUFFERS, HF_REPEATED, HF_ZEROS
-from bigbird.core.pretrained_config import CONFIG_FILE, VOCABULARY_FILE
-from bigbird.core.safetensors_files import (
+from bigbird.core.checkpoint_formats.name_maps import HF_BARE, HF_BUFFERS, HF_REPEATED, HF_ZEROS
+from bigbird.core.checkpoint_formats.pretrained_config import CONFIG_FILE, VOCABULARY_FILE
+from bigbird.core.checkpoint_formats.safetensors_files import (
     SINGLE_FILE,
     CheckpointError,
     SafetensorsDirectory,

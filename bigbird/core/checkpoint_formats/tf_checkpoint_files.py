@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
 from bigbird.core.callbacks import write_atomically
-from bigbird.core.safetensors_files import CheckpointError
+from bigbird.core.checkpoint_formats.safetensors_files import CheckpointError
 
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # What TensorFlow raises for torn files.

@@ -8,8 +8,8 @@ from absl.testing import flagsaver
 
 from bigbird.classifier import run_classifier  # noqa: F401  (defines the flags of a command)
 from bigbird.core import flags
-from bigbird.core.pretrained_config import config_from_pretrained, flag_values
-from bigbird.core.safetensors_files import CheckpointError
+from bigbird.core.checkpoint_formats.pretrained_config import config_from_pretrained, flag_values
+from bigbird.core.checkpoint_formats.safetensors_files import CheckpointError
 
 BASE = {"model_type": "big_bird"}
 PEGASUS = {"model_type": "bigbird_pegasus"}

@@ -14,8 +14,8 @@ import pytest
 import safetensors.numpy
 from hypothesis import strategies
 
-from bigbird.core import safetensors_files
-from bigbird.core.safetensors_files import CheckpointError, SafetensorsDirectory
+from bigbird.core.checkpoint_formats import safetensors_files
+from bigbird.core.checkpoint_formats.safetensors_files import CheckpointError, SafetensorsDirectory
 
 MANY = hypothesis.settings(
     max_examples=1000, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]

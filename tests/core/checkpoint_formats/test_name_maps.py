@@ -3,9 +3,9 @@
 import pytest
 
 from bigbird.classifier.run_classifier import ClassifierLossLayer
+from bigbird.core.checkpoint_formats.name_maps import HEADS, NAMINGS, named_variables
 from bigbird.core.layers import FirstTokenTransform
 from bigbird.core.modeling import BertModel, TransformerModel
-from bigbird.core.name_maps import HEADS, NAMINGS, named_variables
 from bigbird.pretrain.heads import MaskedLMLayer, NSPLayer
 
 

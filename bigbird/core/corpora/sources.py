@@ -14,8 +14,8 @@ from typing import Protocol
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from bigbird.core import builtin_documents, builtin_summaries
-from bigbird.core.record_files import (
+from bigbird.core.corpora import builtin_documents, builtin_summaries
+from bigbird.core.corpora.record_files import (
     LABEL,
     DataError,
     TextFiles,

@@ -4,9 +4,9 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from bigbird.core import builtin_documents, builtin_summaries
-from bigbird.core.record_files import DataError
-from bigbird.core.sources import find_files, open_records
+from bigbird.core.corpora import builtin_documents, builtin_summaries
+from bigbird.core.corpora.record_files import DataError
+from bigbird.core.corpora.sources import find_files, open_records
 
 
 def touch(directory, *names):

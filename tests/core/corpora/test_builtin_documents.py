@@ -11,8 +11,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
-from bigbird.core import builtin_documents
-from bigbird.core.builtin_documents import (
+from bigbird.core.corpora import builtin_documents
+from bigbird.core.corpora.builtin_documents import (
     Subsystem,
     cut_passages,
     make_documents,

@@ -81,17 +81,14 @@ def input_fn_builder(
 
     def input_fn(params):
         tokenizer = Tokenizer(find_vocabulary(vocab_model_file))
-        if preprocessed_data:
-            make_features = RecordParser(max_encoder_length, max_predictions_per_seq)
-        else:
-            make_features = WordMasker(
-                tokenizer,
-                flags.special_tokens(),
-                max_encoder_length,
-                max_predictions_per_seq,
-                masked_lm_prob,
-                substitute_newline,
-            )
+        make_features = _feature_maker(
+            tokenizer,
+            preprocessed_data,
+            max_encoder_length,
+            max_predictions_per_seq,
+            masked_lm_prob,
+            substitute_newline,
+        )
         split = "train" if is_training else "test"
         tfds_data_dir = tmp_dir or FLAGS["tfds_data_dir"].value
         source = _open(data_dir, split, make_features, tokenizer.vocab_size, tfds_data_dir)
@@ -112,20 +109,23 @@ def _open(data_dir, split, make_features, vocab_size, tfds_data_dir) -> ExampleS
     return open_source(data_dir, split, ("text",), tfds_data_dir)
 
 
-def _feature_maker(tokenizer: Tokenizer) -> WordMasker | RecordParser:
-    if FLAGS.preprocessed_data:
-        return RecordParser(FLAGS.max_encoder_length, FLAGS.max_predictions_per_seq)
-    if FLAGS.use_nsp:
-        raise ValueError(
-            "--use_nsp needs --preprocessed_data: a document alone has no second segment."
-        )
+def _feature_maker(
+    tokenizer: Tokenizer,
+    preprocessed_data: bool,
+    max_encoder_length: int,
+    max_predictions_per_seq: int,
+    masked_lm_prob: float,
+    substitute_newline: str,
+) -> WordMasker | RecordParser:
+    if preprocessed_data:
+        return RecordParser(max_encoder_length, max_predictions_per_seq)
     return WordMasker(
         tokenizer,
         flags.special_tokens(),
-        FLAGS.max_encoder_length,
-        FLAGS.max_predictions_per_seq,
-        FLAGS.masked_lm_prob,
-        FLAGS.substitute_newline,
+        max_encoder_length,
+        max_predictions_per_seq,
+        masked_lm_prob,
+        substitute_newline,
     )
 
 
@@ -173,10 +173,21 @@ def main(_):
     """Does what the flags ask: trains, evaluates, exports, in this order."""
     commands.check_command_flags()
     commands.adopt_run(_MODEL_FLAGS)
+    if FLAGS.use_nsp and not FLAGS.preprocessed_data:
+        raise ValueError(
+            "--use_nsp needs --preprocessed_data: a document alone has no second segment."
+        )
     settings = commands.training_settings(best_metric="masked_lm_loss", best_mode="min")
     config = flags.model_config()
     tokenizer = Tokenizer(find_vocabulary(FLAGS.vocab_model_file))
-    make_features = _feature_maker(tokenizer)
+    make_features = _feature_maker(
+        tokenizer,
+        FLAGS.preprocessed_data,
+        FLAGS.max_encoder_length,
+        FLAGS.max_predictions_per_seq,
+        FLAGS.masked_lm_prob,
+        FLAGS.substitute_newline,
+    )
 
     def open_split(split):
         return _open(FLAGS.data_dir, split, make_features, config.vocab_size, FLAGS.tfds_data_dir)

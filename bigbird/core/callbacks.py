@@ -227,6 +227,10 @@ class Checkpoints:
         return os.path.join(self._directory, f"step_{step}")
 
 
+def _listed(scores):
+    return ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+
+
 class TrainingRecorder(keras.callbacks.Callback):
     """Logs, saves and validates a run while `fit` goes through its steps.
 
@@ -297,7 +301,11 @@ class TrainingRecorder(keras.callbacks.Callback):
         if self._beats(scores[metric], [row[metric] for row in rows if metric in row]):
             self._best.save(self.step)
         self._validation_log.write(self.step, scores)
-        logging.info("Step %d, validation: %s", self.step, scores)
+        told = f"validation at step {self.step}: {_listed(scores)}"
+        if self._print_rows:
+            print(told, flush=True)
+        else:  # it stands between progress bars
+            logging.info(told)
 
     def _beats(self, score, earlier_scores):
         """Whether a score is better than all before it; NaN is worse than everything."""
@@ -319,8 +327,8 @@ class TrainingRecorder(keras.callbacks.Callback):
             learning_rate = self.model.optimizer.learning_rate.numpy()
             self._train_log.write(step, {**logs, "learning_rate": learning_rate})
             if self._print_rows:
-                scores = ", ".join(f"{name} {value:.4f}" for name, value in logs.items())
-                print(f"step {step} of {self._settings.num_train_steps}: {scores}", flush=True)
+                steps = self._settings.num_train_steps
+                print(f"step {step} of {steps}: {_listed(logs)}", flush=True)
         if last or stop or self._is_checkpoint(step):
             self._save()
         if stop:

@@ -11,6 +11,7 @@ import functools
 import json
 import logging as standard_logging
 import pathlib
+import re
 import sys
 
 import tensorflow as tf
@@ -231,17 +232,23 @@ def as_dictionary() -> dict:
     Raises:
       ValueError: where the vocabulary is needed and not found.
     """
-    values = {
-        flag.name: flag.value
-        for module, defined in FLAGS.flags_by_module_dict().items()
-        if module.startswith("bigbird.") or module == sys.argv[0]
-        for flag in defined
-    }
+    values = {flag.name: flag.value for flag in _own_flags()}
     if values["vocab_size"] is None:
         values["vocab_size"] = vocabulary_size(find_vocabulary(values["vocab_model_file"]))
     for token in ("pad", "eos", "bos"):
         values[f"{token}_token_id"] = values[f"{token}_id"]
     return values
+
+
+def given() -> dict:
+    """Returns those that the command line set, as a new dict."""
+    return {flag.name: flag.value for flag in _own_flags() if not flag.using_default_value}
+
+
+def _own_flags():
+    for module, defined in FLAGS.flags_by_module_dict().items():
+        if module.startswith("bigbird.") or module == sys.argv[0]:
+            yield from defined
 
 
 def save(path):
@@ -290,6 +297,20 @@ def _concerns_users(record):
     return record.levelno > standard_logging.INFO or not of_libraries
 
 
+def _told_by_pipeline(error: tf.errors.OpError) -> str | None:
+    """A user's error that Python raised inside a `tf.data` pipeline, out of TensorFlow's quotation.
+
+    TensorFlow keeps the name of its class, its text and its traceback, as one string.
+    """
+    classes = list(_USER_ERRORS)
+    for cls in classes:  # grows by the classes derived from each
+        classes += cls.__subclasses__()
+    names = "|".join({cls.__name__ for cls in classes})
+    quoted = rf"\b((?:{names}): .*?)\n+Traceback \(most recent call last\)"
+    found = re.search(quoted, error.message or "", re.DOTALL)
+    return found and found[1]
+
+
 def run(main):
     """Runs a command: parses its flags and tells a user's error without a traceback.
 
@@ -305,8 +326,11 @@ def run(main):
             logger.addFilter(_concerns_users)
         try:
             return main(argv)
-        except _USER_ERRORS as error:
+        except (*_USER_ERRORS, tf.errors.OpError) as error:
+            told = _told_by_pipeline(error) if isinstance(error, tf.errors.OpError) else None
+            if told is None and not isinstance(error, _USER_ERRORS):
+                raise
             logging.debug("The error came from:", exc_info=True)
-            sys.exit(f"{type(error).__name__}: {error}")
+            sys.exit(told or f"{type(error).__name__}: {error}")
 
     app.run(guarded)

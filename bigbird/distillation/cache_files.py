@@ -1,6 +1,7 @@
 """Files of a teacher cache: shards with an index each, the manifest, and the lock of a writer.
 
     manifest.json           what the cache is of; once complete, every shard with its SHA-256
+    capture.json            the flags of a capture by the command, for it to go on or repair
     shard-00000.tfrecord    records of `cache_format.py`
     shard-00000.json        keys, places and checksums of its records: a shard with this is finished
     writer-0-of-1.lock      while a process writes
@@ -102,8 +103,8 @@ def read_index(directory: str | os.PathLike, number: int) -> ShardIndex | None:
         return ShardIndex(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise CacheError(
-            f"{path} is damaged ({error}): run bigbird-cache-teacher --repair, or delete it and "
-            "capture again."
+            f"{path} is damaged ({error}). {repair_command(directory)}, or delete the file and "
+            "start the capture again."
         ) from error
 
 
@@ -177,13 +178,26 @@ def file_sha256(path: str | os.PathLike) -> str:
     return digest.hexdigest()
 
 
+def no_cache(directory: str | os.PathLike) -> str:
+    """Returns the text of the error for a directory without a manifest."""
+    return (
+        f"{directory} holds no teacher cache, for there is no {MANIFEST}: make one by "
+        "bigbird-cache-teacher."
+    )
+
+
+def repair_command(directory: str | os.PathLike) -> str:
+    """Returns what mends a damaged cache, the end of an error's text."""
+    return f"Run bigbird-cache-teacher --cache_dir={directory} --repair"
+
+
 def read_record(path: str | os.PathLike, offset: int, size: int, checksum: int) -> bytes:
     """Returns a record of a shard.
 
     Raises:
       CacheError: where the shard is not there, or the record is not the one that was written.
     """
-    remedy = "Run bigbird-cache-teacher --repair."
+    remedy = f"{repair_command(os.path.dirname(path))}."
     try:
         with open(path, "rb") as file:
             file.seek(offset)

@@ -16,9 +16,11 @@ import tensorflow as tf
 from bigbird.distillation.cache_files import (
     CacheError,
     ShardIndex,
+    no_cache,
     read_index,
     read_manifest,
     read_record,
+    repair_command,
     shard_path,
 )
 from bigbird.distillation.cache_format import RecordFormat, sequence_key
@@ -44,7 +46,7 @@ class TeacherCache:
         self.directory = pathlib.Path(directory)
         manifest = read_manifest(directory)
         if manifest is None:
-            raise CacheError(f"{directory} holds no teacher cache: there is no manifest.json.")
+            raise CacheError(no_cache(directory))
         if not manifest["complete"]:
             raise CacheError(
                 f"The cache {directory} is not complete: start its capture again, which goes on "
@@ -78,7 +80,7 @@ class TeacherCache:
             fault = f"expected {shard['bytes']} bytes, found {found}"
         else:
             return index
-        raise CacheError(f"{path}: {fault}. Run bigbird-cache-teacher --repair.")
+        raise CacheError(f"{path}: {fault}. {repair_command(self.directory)}.")
 
     def __len__(self):
         return len(self.keys)

@@ -4,17 +4,20 @@
         --vocab_model_file=builtin --max_encoder_length=512 --k=100 --cache_dir=runs/cache
 
 The model flags describe the teacher; a checkpoint with a `config.json` describes itself. A capture
-that was stopped, started again with the same flags, goes on behind its last finished shard.
+that was stopped goes on behind its last finished shard. Its directory keeps its flags, so that
+`bigbird-cache-teacher --cache_dir=…` alone goes on, and with `--repair` or `--audit=64` does that.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import sys
 import time
 
 from bigbird.core import flags
+from bigbird.core.callbacks import write_atomically
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import open_source
 from bigbird.core.pairs import PairEncoder
@@ -42,6 +45,18 @@ from bigbird.pretrain.masking import WordMasker
 
 FLAGS = flags.FLAGS
 
+FLAGS_FILE = "capture.json"
+# Flags that say what to do with a cache; the others say what is captured, and are kept with it.
+_ACTION_FLAGS = (
+    "cache_dir",
+    "num_shards",
+    "shard_index",
+    "finalize",
+    "verify",
+    "repair",
+    "audit",
+    "import",
+)
 # Flags that decide which sequences there are, by task.
 _DATA_FLAGS = {
     "masked_lm": ("masked_lm_prob", "max_predictions_per_seq", "copies", "seed"),
@@ -127,18 +142,19 @@ def _verify():
     print(report)
     if not report.ok:
         sys.exit(
-            f"{FLAGS.cache_dir} is not sound: --repair, with the flags of its capture, mends it."
+            f"{FLAGS.cache_dir} is not sound. To mend it, run bigbird-cache-teacher "
+            f"--cache_dir={FLAGS.cache_dir} --repair."
         )
 
 
 def _capture_or_audit():
+    path = os.path.join(FLAGS.cache_dir, FLAGS_FILE)
     if not FLAGS.init_checkpoint:
-        raise ValueError("Give --init_checkpoint, the teacher.")
+        _take_flags_of_capture(path)
     model, config = _teacher()
     tokenizer = Tokenizer(find_vocabulary(FLAGS.vocab_model_file))
     data = _sequences(tokenizer)
     plan = plan_capture(data)
-    _print_plan(plan)
     layout = _layout(model, data)
     teacher = TopKTeacher(
         model,
@@ -168,13 +184,31 @@ def _capture_or_audit():
         shard_index=FLAGS.shard_index,
     )
     with writer:
-        progress = Progress(tokens_to_capture(plan, writer))
+        write_atomically(path, json.dumps(_capture_flags(), indent=1, sort_keys=True))
+        left = tokens_to_capture(plan, writer)
+        _print_plan(plan, left)
+        progress = Progress(left)
         capture(teacher, data, plan, writer, progress.add)
-    progress.close()
+    if left:
+        progress.close()
     if FLAGS.num_shards > 1:
         print("When every worker is done, run bigbird-cache-teacher --finalize.")
     else:
         _print_manifest(TeacherCache(FLAGS.cache_dir).manifest)
+
+
+def _capture_flags():
+    return {name: value for name, value in flags.given().items() if name not in _ACTION_FLAGS}
+
+
+def _take_flags_of_capture(path):
+    """Sets the flags that the command line left open to those that a capture was started with."""
+    if not os.path.exists(path):
+        raise ValueError("Give --init_checkpoint, the teacher.")
+    with open(path) as file:
+        for name, value in json.load(file).items():
+            if FLAGS[name].using_default_value:
+                setattr(FLAGS, name, value)
 
 
 def _teacher() -> tuple[LanguageModel, BigBirdConfig | None]:
@@ -289,8 +323,8 @@ def _import_files():
     _print_manifest(TeacherCache(FLAGS.cache_dir).manifest)
 
 
-def _print_plan(plan):
-    print(f"{len(plan):,} sequences with {plan.tokens.sum():,} tokens to capture.")
+def _print_plan(plan, left):
+    print(f"{len(plan):,} sequences with {plan.tokens.sum():,} tokens; {left:,} are to capture.")
     if plan.repeated or plan.empty:
         print(
             f"Left out: {plan.repeated:,} that are there twice, {plan.empty:,} in which no token "
@@ -302,7 +336,7 @@ def _print_manifest(manifest):
     tokens = max(manifest["tokens"], 1)
     print(
         f"{FLAGS.cache_dir}: {manifest['sequences']:,} sequences, {manifest['tokens']:,} tokens, "
-        f"{manifest['bytes'] / 2**20:,.1f} MiB, {manifest['bytes'] / tokens:.0f} bytes a token."
+        f"{manifest['bytes'] / 2**20:,.1f} MiB, {manifest['bytes'] / tokens:,.0f} bytes a token."
     )
 
 

@@ -14,6 +14,7 @@ from bigbird.distillation.cache_files import (
     CacheError,
     file_sha256,
     index_path,
+    no_cache,
     read_index,
     read_manifest,
     read_record,
@@ -46,7 +47,7 @@ class VerifyReport:
         return not self.problems
 
     def __str__(self):
-        found = f"{self.sequences} sequences, {self.tokens} tokens are sound"
+        found = f"{self.sequences:,} sequences, {self.tokens:,} tokens are sound."
         return "\n".join([found, *self.problems])
 
 
@@ -60,7 +61,7 @@ def verify_cache(directory: str | os.PathLike) -> VerifyReport:
     """
     manifest = read_manifest(directory)
     if manifest is None:
-        raise CacheError(f"{directory} holds no teacher cache: there is no manifest.json.")
+        raise CacheError(no_cache(directory))
     promised = {n: shard for n, shard in enumerate(manifest.get("shards", ()))}
     numbers = sorted(promised.keys() | set(shard_numbers(directory)))
     check = _ShardCheck(directory, RecordFormat.from_json(manifest))
@@ -109,10 +110,13 @@ class _ShardCheck:
         if not path.exists():
             return ["it is missing."]
         if path.stat().st_size != index.bytes:
-            return [f"expected {index.bytes} bytes; it has {path.stat().st_size}."]
+            return [f"expected {index.bytes:,} bytes, found {path.stat().st_size:,}."]
         digest = file_sha256(path)
         if digest != index.sha256:
-            return [f"its SHA-256 is {digest}; {index.sha256} was written: bytes have changed."]
+            return [
+                f"its bytes have changed: expected the SHA-256 {index.sha256[:12]}…, found "
+                f"{digest[:12]}…."
+            ]
         return self._record_problems(number, index)
 
     def _record_problems(self, number, index):

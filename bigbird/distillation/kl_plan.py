@@ -47,6 +47,13 @@ class KLPlan(NamedTuple):
     width_tiles: int
     expected_bytes: int
 
+    def __str__(self):
+        gradient = f", gradient by {self.gradient}" if self.gradient else ""
+        return (
+            f"{self.implementation}{gradient}, {self.chunk_tokens:,} tokens at a time, in at most "
+            f"{self.expected_bytes / 2**20:,.1f} MiB"
+        )
+
 
 def plan_kl(
     tokens,
@@ -107,7 +114,7 @@ def plan_kl(
     for candidate in candidates:
         plan = _fit(candidate, gradient, sizes, chunk_tokens, memory_budget_bytes)
         if memory_budget_bytes is None or plan.expected_bytes <= memory_budget_bytes:
-            logging.info("Distillation loss of %s: %s", sizes, plan)
+            logging.info("Distillation loss of %s by %s.", sizes, plan)
             return plan
     raise ValueError(
         f"memory_budget_bytes={memory_budget_bytes} is less than the {plan.expected_bytes} bytes "
@@ -124,6 +131,13 @@ class _Sizes(NamedTuple):
     vocab_size: int
     dtype: tf.DType
     kernel_dtype: tf.DType
+
+    def __str__(self):
+        tokens = "any number of" if self.tokens is None else f"{self.tokens:,}"
+        return (
+            f"{tokens} tokens of width {self.width:,} ({self.dtype.name}) over "
+            f"{self.vocab_size:,} words ({self.kernel_dtype.name})"
+        )
 
     def plan(self, implementation, gradient, chunk_tokens, width_tiles):
         """The plan with its `expected_bytes`: an upper bound, as buffers may share memory."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bigbird.core.callbacks import ScalarLog, differences, write_atomically
+from bigbird.core.callbacks import ScalarLog, write_atomically
 from bigbird.core.training import read_configuration
 from bigbird.distillation.monitor import LOG_NAME
 
@@ -115,7 +115,11 @@ def write_report(path: str, directories: Sequence[str]) -> None:
     Raises:
       ValueError: where a directory holds no run.
     """
-    write_atomically(path, render([Run.read(directory) for directory in directories]))
+    runs = [Run.read(directory) for directory in directories]
+    if len({run.name for run in runs}) < len(runs):
+        paths = map(os.path.normpath, directories)
+        runs = [dataclasses.replace(run, name=p) for run, p in zip(runs, paths, strict=True)]
+    write_atomically(path, render(runs))
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -138,14 +142,30 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _settings(runs):
-    first, *others = runs
-    for other in others:
-        found = differences(first.settings, other.settings) or "none"
-        text = f"{other.name} differs from {first.name} in: {found}."
-        yield f"<p>{html.escape(text)}</p>"
-    rows = {name: {"value": json.dumps(value)} for name, value in first.settings.items()}
-    yield f"<h3>{html.escape(first.name)}</h3>"
-    yield _table(["setting"], rows)
+    settings = {run.name: dict(_flat(run.settings)) for run in runs}
+    names = list(dict.fromkeys(name for found in settings.values() for name in found))
+    rows = {
+        name: {run: found[name] for run, found in settings.items() if name in found}
+        for name in names
+    }
+    if len(runs) > 1:
+        differing = {
+            name: row
+            for name, row in rows.items()
+            if len(row) < len(runs) or len(set(row.values())) > 1
+        }
+        yield "<h3>Where the runs differ</h3>"
+        yield _table(["setting"], differing) if differing else "<p>Nowhere.</p>"
+    yield f"<details><summary>All settings</summary>{_table(['setting'], rows)}</details>"
+
+
+def _flat(settings, prefix=""):
+    """(name, JSON) of each setting; those of a nested one are named with a dot."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value)
 
 
 def _table(corner, rows):

@@ -334,16 +334,18 @@ def check_cache(
     pieces = there.get("pieces", 0)
     captured = identity.get("data", {}).get("task")
     stored = ", ".join(f"{t:g}" for t in cache.format.temperatures) or "no temperature"
+    own_pieces = tokenizer.vocab_size if tokenizer else 0
     is_other_tokenizer = tokenizer is not None and (
         tokenizer.vocab_size < pieces or tokenizer.fingerprint(pieces) != there.get("fingerprint")
     )
     faults = {
-        f"tokenizer: the teacher's has {pieces} pieces and the fingerprint "
-        f"{there.get('fingerprint')}; the student's does not begin with these": is_other_tokenizer,
+        f"tokenizer: the teacher's has {pieces} pieces; the student's has {own_pieces}, not "
+        "these and further ones. Give the vocabulary of the capture": is_other_tokenizer,
         f"vocabulary: the teacher's tokenizer has {pieces} pieces, the student's head "
-        f"{student.vocab_size} words": student.vocab_size < pieces,
+        f"{student.vocab_size} words. Make it as large": student.vocab_size < pieces,
         f"task: the cache is of {captured}, the student's is {task}": task not in (None, captured),
-        f"k: {cache.format.k} entries are kept there, {k} are wanted": (k or 0) > cache.format.k,
+        f"k: {cache.format.k} entries are kept there, {k} are wanted. Take no more, or capture "
+        f"with --k={k}": (k or 0) > cache.format.k,
         f"temperature: normalisers are stored at {stored}; tail={tail!r} wants one at "
         f"{temperature:g}. Capture with --temperatures={temperature:g}, or take "
         "tail='renormalize'": tail != "renormalize"

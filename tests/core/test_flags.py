@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 
@@ -127,6 +128,40 @@ def test_a_user_error_reaches_the_terminal_without_a_traceback(main):
     assert result.returncode == 1
     assert "remedy" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("fault", ["DataError('row 3: remedy')", "OSError('remedy')"])
+def test_a_user_error_inside_a_pipeline_is_told_as_one_outside(fault):
+    program = f"""
+import tensorflow as tf
+from bigbird.core import flags
+from bigbird.core.corpora.record_files import DataError
+
+def fail(_):
+    raise {fault}
+
+def main(_):
+    data = tf.data.Dataset.range(1).map(lambda x: tf.numpy_function(fail, [x], tf.int64))
+    tf.function(lambda: next(iter(data)))()
+
+flags.run(main)
+"""
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == fault.replace("('", ": ").replace("')", "")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_fault_of_ours_inside_a_pipeline_keeps_its_traceback():
+    result = _run_program(
+        "lambda _: list(tf.data.Dataset.range(1).map("
+        "lambda x: tf.numpy_function(lambda x: x.nothing, [x], tf.int64)))"
+    )
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr and "AttributeError" in result.stderr
 
 
 def test_help_lists_every_flag():

@@ -72,12 +72,32 @@ def test_repair_captures_the_bad_shards_again_and_only_those(settings, capsys):
     damaged = bytearray(before["shard-00001.tfrecord"])
     damaged[100] ^= 4
     shard_path(directory, 1).write_bytes(damaged)
-    with pytest.raises(SystemExit, match="--repair"):
+    with pytest.raises(SystemExit, match=f"--cache_dir={directory} --repair"):
         run(settings, verify=True)
-    assert "shard-00001.tfrecord: its SHA-256 is" in capsys.readouterr().out
-    run(settings, repair=True)
+    assert "shard-00001.tfrecord: its bytes have changed" in capsys.readouterr().out
+    # The cache knows the flags of its capture.
+    run({"cache_dir": directory}, repair=True)
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
     assert shard_path(directory, 0).stat().st_mtime_ns == untouched
+
+
+def test_a_capture_goes_on_and_is_audited_without_its_flags(settings, capsys):
+    run(settings, compact=True, num_shards=2, shard_index=1)
+    alone = {"cache_dir": settings["cache_dir"]}
+    run(alone, num_shards=2)
+    run(alone, finalize=True)
+    assert TeacherCache(settings["cache_dir"]).format.compact
+    run(alone, audit=2)
+    assert "teacher again" in capsys.readouterr().out
+    run(alone, num_shards=2)
+    printed = capsys.readouterr().out
+    assert "; 0 are to capture." in printed and "0 of 0 tokens" not in printed
+
+
+def test_the_command_line_wins_over_the_flags_of_the_capture(settings):
+    run(settings)
+    with pytest.raises(ValueError, match="k: 7 there, 5 here"):
+        run({"cache_dir": settings["cache_dir"]}, k=5)
 
 
 def test_workers_are_joined_by_finalize(settings):

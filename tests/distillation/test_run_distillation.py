@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -87,7 +88,8 @@ def test_a_student_is_trained_validated_and_reported(settings, capsys):
     assert not re.search(r"""(?:src|href)=["'](?!#)""", report)
     results = json.loads((directory / "eval_results_4.json").read_text())
     assert results["kl"] == pytest.approx(found.curve("validation", "kl")[-1][1], rel=1e-5)
-    assert "kl = " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "kl = " in printed and "validation at step 2: kl " in printed
 
 
 def test_all_modes_learn_the_same_and_are_compared(settings, caches, tmp_path):
@@ -102,7 +104,19 @@ def test_all_modes_learn_the_same_and_are_compared(settings, caches, tmp_path):
     run({}, *paths, compare=True, report_file=report)
     text = report.read_text()
     assert all(mode in text for mode in MODES)
-    assert "mode: online there, offline_dense here" in text
+    differing = text[text.index("Where the runs differ") : text.index("<details>")]
+    row = "".join(f'<td class="number">&quot;{mode}&quot;</td>' for mode in MODES)
+    assert f"<tr><td>mode</td>{row}</tr>" in differing and "learning_rate" not in differing
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(settings, tmp_path):
+    directories = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    run(settings, num_train_steps=2, output_dir=directories[0])
+    shutil.copytree(*directories)
+    write_report(str(tmp_path / "r.html"), list(map(str, directories)))
+    text = (tmp_path / "r.html").read_text()
+    assert all(f"<td>{directory}</td>" in text for directory in directories)
+    assert "<p>Nowhere.</p>" in text
 
 
 def test_the_students_run_is_an_init_checkpoint(settings, tmp_path, capsys):

@@ -12,7 +12,6 @@ and from its cache, turn by turn, with peak memory in fresh processes:
 
 import argparse
 import csv
-import json
 import os
 import pathlib
 import subprocess
@@ -26,10 +25,10 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness
 from bigbird.core.config import BigBirdConfig
-from bigbird.core.corpora import builtin_documents
 from bigbird.distillation.cache import TeacherCache, TeacherCacheWriter
 from bigbird.distillation.cache_format import RecordFormat
 from bigbird.distillation.capture import capture, plan_capture
+from bigbird.distillation.demo import write_vocabulary
 from bigbird.distillation.report import Run
 from bigbird.distillation.toolkit_models import new_model
 from bigbird.distillation.topk_teacher import TopKTeacher
@@ -65,10 +64,13 @@ def main():
 
 def prepare_runs():
     """Runs the script, whose finished parts are not done again."""
+    vocabulary = RUNS / "vocabulary.model"
+    if not vocabulary.exists():
+        write_vocabulary(vocabulary, PIECES)
     settings = {
         "RUNS": str(RUNS),
         "PYTHON": sys.executable,
-        "VOCAB_MODEL_FILE": str(small_vocabulary()),
+        "VOCAB_MODEL_FILE": str(vocabulary),
         "TEACHER_STEPS": "800",
         "TEACHER_WARMUP_STEPS": "80",
         "COPIES": "4",
@@ -77,22 +79,6 @@ def prepare_runs():
         "SAVE_CHECKPOINTS_STEPS": "100",
     }
     subprocess.run([SCRIPT], check=True, env={**os.environ, **settings})
-
-
-def small_vocabulary():
-    """Trains a vocabulary on the built-in documents, where there is none yet; returns its path.
-
-    A teacher that trains for minutes is unsure among 8,000 pieces: its 100 likeliest hold 0.6 of
-    the mass. Of this vocabulary they hold nearly all, as those of a large language model do.
-    """
-    path = RUNS / "vocabulary.model"
-    if not path.exists():
-        lines = (builtin_documents.prepare() / "train.jsonl").read_text().splitlines()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(
-            builtin_documents.train_vocabulary((json.loads(x)["text"] for x in lines), PIECES)
-        )
-    return path
 
 
 def compare_modes():

@@ -280,7 +280,11 @@ class TrainingRecorder(keras.callbacks.Callback):
 
     def resume(self) -> None:
         """Drops what the logs hold from after the restored step; validates if that was cut off."""
-        logging.info("Resumed at step %d from %s.", self.step, self._settings.output_dir)
+        directory, steps = self._settings.output_dir, self._settings.num_train_steps
+        if self.step < steps:
+            logging.info("Resumed at step %d of %d from %s.", self.step, steps, directory)
+        else:
+            logging.info("The training in %s is finished, after %d steps.", directory, self.step)
         self._train_log.drop_after(self.step)
         self._validation_log.drop_after(self.step)
         if self.step > 0 and self._is_checkpoint(self.step):

@@ -13,7 +13,7 @@ import csv
 import tf_keras as keras
 
 from benchmarks import harness
-from benchmarks.bench_distillation import RUNS, prepare_runs
+from benchmarks.bench_distillation import prepare_runs
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.optimization import LinearWarmupLinearDecay
 from bigbird.distillation.cache import TeacherCache
@@ -38,8 +38,8 @@ def main():
     parser.add_argument("--steps", type=int, default=200, help="updates of each student")
     parser.add_argument("--seeds", type=int, default=1, help="starts of each rule and K")
     arguments = parser.parse_args()
-    prepare_runs()
-    cache, held_out = (TeacherCache(RUNS / f"cache-{split}") for split in ("train", "validation"))
+    runs = prepare_runs()
+    cache, held_out = (TeacherCache(runs / f"cache-{split}") for split in ("train", "validation"))
     path = harness.RESULTS / "distillation_tail.csv"
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)

@@ -308,7 +308,7 @@ class TrainingRecorder(keras.callbacks.Callback):
         told = f"validation at step {self.step}: {_listed(scores)}"
         if self._print_rows:
             print(told, flush=True)
-        else:  # it stands between progress bars
+        else:  # a progress bar may be on this line
             logging.info(told)
 
     def _beats(self, score, earlier_scores):

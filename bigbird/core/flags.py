@@ -302,13 +302,16 @@ def _told_by_pipeline(error: tf.errors.OpError) -> str | None:
 
     TensorFlow keeps the name of its class, its text and its traceback, as one string.
     """
-    classes = list(_USER_ERRORS)
-    for cls in classes:  # grows by the classes derived from each
-        classes += cls.__subclasses__()
-    names = "|".join({cls.__name__ for cls in classes})
-    quoted = rf"\b((?:{names}): .*?)\n+Traceback \(most recent call last\)"
-    found = re.search(quoted, error.message or "", re.DOTALL)
-    return found and found[1]
+    told, is_of_python, _ = (error.message or "").partition("\nTraceback (most recent call last)")
+    names = "|".join(cls.__name__ for cls in _with_subclasses(_USER_ERRORS))
+    found = re.search(rf"\b((?:{names}): .*)", told, re.DOTALL)
+    return found[1] if found and is_of_python else None
+
+
+def _with_subclasses(classes):
+    for cls in classes:
+        yield cls
+        yield from _with_subclasses(cls.__subclasses__())
 
 
 def run(main):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -20,4 +21,6 @@ def run_command(module, flags, *switches):
     """
     arguments = [*(f"--{name}={value}" for name, value in flags.items()), *switches]
     print("$ python -m", module, shlex.join(arguments), flush=True)
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True)
+    # Keeps what TensorFlow's C++ says about missing GPUs out of the tour.
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, env=environment)

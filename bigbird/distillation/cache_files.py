@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import socket
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 MANIFEST = "manifest.json"
+FLAGS_FILE = "capture.json"
 # Bytes that TFRecord puts before and behind a record: its length, and checksums of both.
 _BEFORE_RECORD, _AROUND_RECORD = 12, 16
 _SHARD_NAME = re.compile(r"shard-(\d{5,})\.tfrecord$")
@@ -102,10 +104,7 @@ def read_index(directory: str | os.PathLike, number: int) -> ShardIndex | None:
     try:
         return ShardIndex(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise CacheError(
-            f"{path} is damaged ({error}). {repair_command(directory)}, or delete the file and "
-            "start the capture again."
-        ) from error
+        raise CacheError(f"{path} is damaged ({error}). {remedy(directory)}") from error
 
 
 def read_manifest(directory: str | os.PathLike) -> dict[str, Any] | None:
@@ -186,9 +185,12 @@ def no_cache(directory: str | os.PathLike) -> str:
     )
 
 
-def repair_command(directory: str | os.PathLike) -> str:
-    """Returns what mends a damaged cache, the end of an error's text."""
-    return f"Run bigbird-cache-teacher --cache_dir={directory} --repair"
+def remedy(directory: str | os.PathLike) -> str:
+    """Returns what mends a damaged cache, a sentence."""
+    command = f"bigbird-cache-teacher --cache_dir={shlex.quote(str(directory))} --repair"
+    if (pathlib.Path(directory) / FLAGS_FILE).exists():
+        return f"Run {command}."
+    return f"Run {command} with the flags of its capture, or import its arrays again."
 
 
 def read_record(path: str | os.PathLike, offset: int, size: int, checksum: int) -> bytes:
@@ -197,15 +199,17 @@ def read_record(path: str | os.PathLike, offset: int, size: int, checksum: int) 
     Raises:
       CacheError: where the shard is not there, or the record is not the one that was written.
     """
-    remedy = f"{repair_command(os.path.dirname(path))}."
     try:
         with open(path, "rb") as file:
             file.seek(offset)
             record = file.read(size)
     except FileNotFoundError as error:
-        raise CacheError(f"{path} is missing. {remedy}") from error
+        raise CacheError(f"{path} is missing. {remedy(os.path.dirname(path))}") from error
     if zlib.crc32(record) != checksum:
-        raise CacheError(f"{path} is damaged: the record at byte {offset} has changed. {remedy}")
+        raise CacheError(
+            f"{path} is damaged: the record at byte {offset} has changed. "
+            f"{remedy(os.path.dirname(path))}"
+        )
     return record
 
 

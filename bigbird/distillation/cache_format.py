@@ -217,7 +217,7 @@ class RecordFormat:
                 self.vocab_size,
                 temperature=temperature,
             )
-            log_z[:, place] = _rounded_log_z(moved, self.logits_dtype)
+            log_z[:, place] = moved.cast(self.logits_dtype).log_z
         width = [(0, 0), (0, self.k - first.kept)]
         logits = np.pad(np.where(present, logits, 0.0), width)
         return {
@@ -245,7 +245,7 @@ class RecordFormat:
                     f"expected targets of {length} tokens, one row each; received ids of shape "
                     f"{target.ids.shape}."
                 )
-            for explanation, rows in _faults(target).items():
+            for explanation, rows in target.faults().items():
                 faulty = np.flatnonzero(rows.numpy() & mask)
                 if len(faulty):
                     raise ValueError(f"token {faulty[0]} has {explanation}")
@@ -313,17 +313,6 @@ class RecordFormat:
     def _floats(self, raw, name, width, dtype=None):
         flat = tf.io.decode_raw(raw[name], tf.as_dtype(dtype or self.logits_dtype))
         return tf.reshape(flat, [tf.cast(raw["lengths"][2], tf.int32), width])
-
-
-# As graphs: run one by one, their many small operations would take most of a capture's time.
-@tf.function(autograph=False, reduce_retracing=True)
-def _rounded_log_z(targets, dtype):
-    return targets.cast(dtype).log_z
-
-
-@tf.function(autograph=False, reduce_retracing=True)
-def _faults(targets):
-    return targets.faults()
 
 
 def pack_bits(values: np.ndarray, bits: int) -> bytes:

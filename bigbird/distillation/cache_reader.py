@@ -20,7 +20,7 @@ from bigbird.distillation.cache_files import (
     read_index,
     read_manifest,
     read_record,
-    repair_command,
+    remedy,
     shard_path,
 )
 from bigbird.distillation.cache_format import RecordFormat, sequence_key
@@ -50,7 +50,8 @@ class TeacherCache:
         if not manifest["complete"]:
             raise CacheError(
                 f"The cache {directory} is not complete: start its capture again, which goes on "
-                "where it stopped; after several workers, run bigbird-cache-teacher --finalize."
+                "where it stopped; after several workers, run "
+                f"bigbird-cache-teacher --cache_dir={directory} --finalize."
             )
         self.manifest = manifest
         self.format = RecordFormat.from_json(manifest)
@@ -80,7 +81,7 @@ class TeacherCache:
             fault = f"expected {shard['bytes']} bytes, found {found}"
         else:
             return index
-        raise CacheError(f"{path}: {fault}. {repair_command(self.directory)}.")
+        raise CacheError(f"{path}: {fault}. {remedy(self.directory)}")
 
     def __len__(self):
         return len(self.keys)

@@ -4,8 +4,8 @@
         --vocab_model_file=builtin --max_encoder_length=512 --k=100 --cache_dir=runs/cache
 
 The model flags describe the teacher; a checkpoint with a `config.json` describes itself. A capture
-that was stopped goes on behind its last finished shard. Its directory keeps its flags, so that
-`bigbird-cache-teacher --cache_dir=…` alone goes on, and with `--repair` or `--audit=64` does that.
+that was stopped goes on behind its last finished shard. Its directory keeps its flags: to go on, to
+`--repair` or to `--audit`, `--cache_dir` is enough; other flags that are given win.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import glob
 import json
 import os
+import pathlib
 import sys
 import time
 
 from bigbird.core import flags
-from bigbird.core.callbacks import write_atomically
 from bigbird.core.config import BigBirdConfig
 from bigbird.core.data import open_source
 from bigbird.core.pairs import PairEncoder
@@ -29,7 +29,13 @@ from bigbird.distillation.cache import (
     finalize_cache,
     verify_cache,
 )
-from bigbird.distillation.cache_files import file_sha256
+from bigbird.distillation.cache_files import (
+    FLAGS_FILE,
+    CacheError,
+    file_sha256,
+    remedy,
+    write_durably,
+)
 from bigbird.distillation.cache_format import LOGITS_DTYPES, OPTIONAL_FIELDS, RecordFormat
 from bigbird.distillation.cache_writer import forget_shards
 from bigbird.distillation.capture import audit, capture, plan_capture, tokens_to_capture
@@ -45,7 +51,6 @@ from bigbird.pretrain.masking import WordMasker
 
 FLAGS = flags.FLAGS
 
-FLAGS_FILE = "capture.json"
 # Flags that say what to do with a cache; the others say what is captured, and are kept with it.
 _ACTION_FLAGS = (
     "cache_dir",
@@ -128,6 +133,11 @@ def main(_):
     if not FLAGS.cache_dir:
         raise ValueError("Give --cache_dir, the directory of the cache.")
     if FLAGS["import"].value:
+        if FLAGS.repair or FLAGS.audit:
+            raise ValueError(
+                "--import reads arrays, with no teacher to --repair or --audit by: import them "
+                "again into a new directory."
+            )
         _import_files()
     elif FLAGS.finalize:
         _print_manifest(finalize_cache(FLAGS.cache_dir))
@@ -141,16 +151,14 @@ def _verify():
     report = verify_cache(FLAGS.cache_dir)
     print(report)
     if not report.ok:
-        sys.exit(
-            f"{FLAGS.cache_dir} is not sound. To mend it, run bigbird-cache-teacher "
-            f"--cache_dir={FLAGS.cache_dir} --repair."
-        )
+        sys.exit(f"{FLAGS.cache_dir} is not sound. {remedy(FLAGS.cache_dir)}")
 
 
 def _capture_or_audit():
-    path = os.path.join(FLAGS.cache_dir, FLAGS_FILE)
+    path = pathlib.Path(FLAGS.cache_dir, FLAGS_FILE)
+    _take_flags_of_capture(path)
     if not FLAGS.init_checkpoint:
-        _take_flags_of_capture(path)
+        raise ValueError("Give --init_checkpoint, the teacher.")
     model, config = _teacher()
     tokenizer = Tokenizer(find_vocabulary(FLAGS.vocab_model_file))
     data = _sequences(tokenizer)
@@ -184,7 +192,7 @@ def _capture_or_audit():
         shard_index=FLAGS.shard_index,
     )
     with writer:
-        write_atomically(path, json.dumps(_capture_flags(), indent=1, sort_keys=True))
+        write_durably(path, json.dumps(_capture_flags(), indent=1, sort_keys=True), alone=False)
         left = tokens_to_capture(plan, writer)
         _print_plan(plan, left)
         progress = Progress(left)
@@ -192,7 +200,10 @@ def _capture_or_audit():
     if left:
         progress.close()
     if FLAGS.num_shards > 1:
-        print("When every worker is done, run bigbird-cache-teacher --finalize.")
+        print(
+            "When every worker is done, run bigbird-cache-teacher "
+            f"--cache_dir={FLAGS.cache_dir} --finalize."
+        )
     else:
         _print_manifest(TeacherCache(FLAGS.cache_dir).manifest)
 
@@ -203,12 +214,15 @@ def _capture_flags():
 
 def _take_flags_of_capture(path):
     """Sets the flags that the command line left open to those that a capture was started with."""
-    if not os.path.exists(path):
-        raise ValueError("Give --init_checkpoint, the teacher.")
-    with open(path) as file:
-        for name, value in json.load(file).items():
-            if FLAGS[name].using_default_value:
-                setattr(FLAGS, name, value)
+    if not path.exists():
+        return
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise CacheError(f"{path} is damaged ({error}). Delete it and give all flags.") from error
+    for name, value in values.items():
+        if name in FLAGS and FLAGS[name].using_default_value:
+            setattr(FLAGS, name, value)
 
 
 def _teacher() -> tuple[LanguageModel, BigBirdConfig | None]:

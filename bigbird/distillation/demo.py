@@ -5,7 +5,6 @@ It runs the commands a user would, on the built-in documents, and prints each on
 
 from __future__ import annotations
 
-import json
 import pathlib
 import shutil
 import time
@@ -45,7 +44,7 @@ def main():
     """Runs the tour."""
     start = time.time()
     shutil.rmtree(RUNS, ignore_errors=True)
-    write_vocabulary(VOCABULARY, PIECES)
+    builtin_documents.write_vocabulary(VOCABULARY, PIECES)
     teacher = RUNS / "teacher"
     words = {"max_predictions_per_seq": HIDDEN_WORDS}
 
@@ -83,18 +82,6 @@ def main():
         curve = Run.read(str(RUNS / name)).curve("validation", "kl")
         print(f"  {name:8}" + ", ".join(f"{kl:.3f} after {step} steps" for step, kl in curve))
     print(f"{time.time() - start:.0f} seconds; curves and memory are in {RUNS}/cache/report.html")
-
-
-def write_vocabulary(path: pathlib.Path, pieces: int) -> None:
-    """Trains a vocabulary on the built-in documents, small enough for a teacher of minutes.
-
-    Among thousands of pieces such a teacher is unsure; of a few dozen words and letters its 100
-    likeliest hold nearly all the mass, as those of a large language model do.
-    """
-    lines = (builtin_documents.prepare() / "train.jsonl").read_text().splitlines()
-    texts = (json.loads(line)["text"] for line in lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(builtin_documents.train_vocabulary(texts, pieces))
 
 
 if __name__ == "__main__":

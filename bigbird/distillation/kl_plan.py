@@ -50,8 +50,8 @@ class KLPlan(NamedTuple):
     def __str__(self):
         gradient = f", gradient by {self.gradient}" if self.gradient else ""
         return (
-            f"{self.implementation}{gradient}, {self.chunk_tokens:,} tokens at a time, in at most "
-            f"{self.expected_bytes / 2**20:,.1f} MiB"
+            f"{self.implementation}{gradient}, {self.chunk_tokens:,} tokens at a time "
+            f"({self.expected_bytes / 2**20:,.1f} MiB)"
         )
 
 

@@ -45,7 +45,7 @@ class Run:
     """What a run left in its directory.
 
     Attributes:
-      name: of the directory.
+      name: of the directory, or its path where runs share a name.
       settings: what decided the result.
       summary: what `run_distillation` found before it trained: parameters, planned bytes.
       logs: rows of `train.csv`, `validation.csv` and `speed.csv` by name.
@@ -115,10 +115,10 @@ def write_report(path: str, directories: Sequence[str]) -> None:
     Raises:
       ValueError: where a directory holds no run.
     """
+    directories = list(dict.fromkeys(map(os.path.normpath, directories)))
     runs = [Run.read(directory) for directory in directories]
     if len({run.name for run in runs}) < len(runs):
-        paths = map(os.path.normpath, directories)
-        runs = [dataclasses.replace(run, name=p) for run, p in zip(runs, paths, strict=True)]
+        runs = [dataclasses.replace(run, name=d) for run, d in zip(runs, directories, strict=True)]
     write_atomically(path, render(runs))
 
 
@@ -126,9 +126,11 @@ def render(runs: Sequence[Run]) -> str:
     """Returns the report as HTML that needs no other file."""
     title = "Distillation: " + ", ".join(run.name for run in runs)
     figures = [_figure(runs, *curve) for curve in CURVES]
+    results = {run.name: run.results() for run in runs}
+    columns = list(dict.fromkeys(name for row in results.values() for name in row))
     body = [
         f"<h1>{html.escape(title)}</h1>",
-        _table(["run"], {run.name: run.results() for run in runs}),
+        _table("run", results, columns),
         '<div class="curves">' + "".join(figure for figure in figures if figure) + "</div>",
         "<h2>Settings</h2>",
         *_settings(runs),
@@ -155,8 +157,9 @@ def _settings(runs):
             if len(row) < len(runs) or len(set(row.values())) > 1
         }
         yield "<h3>Where the runs differ</h3>"
-        yield _table(["setting"], differing) if differing else "<p>Nowhere.</p>"
-    yield f"<details><summary>All settings</summary>{_table(['setting'], rows)}</details>"
+        yield _table("setting", differing, list(settings)) if differing else "<p>Nowhere.</p>"
+    table = _table("setting", rows, list(settings))
+    yield f"<details><summary>All settings</summary>{table}</details>"
 
 
 def _flat(settings, prefix=""):
@@ -168,10 +171,9 @@ def _flat(settings, prefix=""):
             yield f"{prefix}{name}", json.dumps(value)
 
 
-def _table(corner, rows):
-    """An HTML table of dicts by name; columns are in the order they first come."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in [*corner, *columns])
+def _table(corner, rows, columns):
+    """An HTML table of dicts by name."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in [corner, *columns])
     lines = [f"<tr>{head}</tr>"]
     for name, row in rows.items():
         cells = "".join(f'<td class="number">{html.escape(row.get(c, ""))}</td>' for c in columns)

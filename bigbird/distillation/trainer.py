@@ -339,8 +339,9 @@ def check_cache(
         tokenizer.vocab_size < pieces or tokenizer.fingerprint(pieces) != there.get("fingerprint")
     )
     faults = {
-        f"tokenizer: the teacher's has {pieces} pieces; the student's has {own_pieces}, not "
-        "these and further ones. Give the vocabulary of the capture": is_other_tokenizer,
+        f"tokenizer: the student's {own_pieces} pieces do not begin with the {pieces} of the "
+        f"teacher's (fingerprint {there.get('fingerprint')}). Give the --vocab_model_file of the "
+        "capture": is_other_tokenizer,
         f"vocabulary: the teacher's tokenizer has {pieces} pieces, the student's head "
         f"{student.vocab_size} words. Make it as large": student.vocab_size < pieces,
         f"task: the cache is of {captured}, the student's is {task}": task not in (None, captured),

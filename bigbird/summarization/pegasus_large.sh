@@ -6,8 +6,8 @@
 #   DATA_DIR=articles/ VOCAB_MODEL_FILE=pegasus.model pegasus_large.sh --use_gradient_checkpointing
 set -euo pipefail
 
-# Auto-clustering by XLA; the second flag is what makes it work on a CPU too. `TF_XLA_FLAGS=` in front
-# of the script's name turns it off.
+# Auto-clustering by XLA; the second flag is what makes it work on a CPU too.
+# `TF_XLA_FLAGS=` in front of the script's name turns it off.
 export TF_XLA_FLAGS="${TF_XLA_FLAGS---tf_xla_auto_jit=2 --tf_xla_cpu_global_jit}"
 
 exec "${PYTHON:-python3}" -m bigbird.summarization.run_summarization \

@@ -119,7 +119,9 @@ def test_two_workers_write_what_one_would_and_are_joined(whole, tmp_path):
         if worker == 0:
             with pytest.raises(CacheError, match=r"shards \[1, 3\] are missing"):
                 finalize_cache(tmp_path)
-            with pytest.raises(CacheError, match="run bigbird-cache-teacher --finalize"):
+            with pytest.raises(
+                CacheError, match=f"run bigbird-cache-teacher --cache_dir={tmp_path} --finalize"
+            ):
                 TeacherCache(tmp_path)
     finalize_cache(tmp_path)
     assert small.files_of(tmp_path) == small.files_of(whole)

@@ -279,7 +279,8 @@ def _pretrained_values(directory: str) -> dict[str, Any]:
 
 def _run_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(BigBirdConfig)} - _RUN_FIELDS
-    names = fields | {"classifier_transform", "num_labels", "vocab_model_file"}
+    names = fields | {"classifier_transform", "num_labels"}
+    names |= {"vocab_model_file", "substitute_newline"}
     names |= {f"{field.name}_id" for field in dataclasses.fields(SpecialTokens)}
     # The flags of a model's special ids have other names than its fields.
     fields_as_flags = {f"{t}_id": settings.get(f"{t}_token_id") for t in ("pad", "bos", "eos")}

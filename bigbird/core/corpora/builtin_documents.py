@@ -235,6 +235,21 @@ def train_vocabulary(texts: Iterable[str], vocab_size: int = VOCABULARY_SIZE) ->
     return model.getvalue()
 
 
+def write_vocabulary(path: pathlib.Path, pieces: int) -> None:
+    """Writes a vocabulary of the built-in documents of another size than theirs.
+
+    Among thousands of pieces a teacher that trained for minutes is unsure. Of a vocabulary of 172
+    pieces, 104 besides the special ones, its 100 likeliest hold nearly all the mass, as those of a
+    large language model do of its own.
+    """
+    lines = (prepare() / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    vocabulary = train_vocabulary((json.loads(line)["text"] for line in lines), pieces)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(vocabulary)
+    temporary.rename(path)
+
+
 def _package_root(package: str) -> pathlib.Path:
     # Finds a top-level package without importing it.
     return pathlib.Path(importlib.util.find_spec(package).submodule_search_locations[0])

@@ -86,8 +86,9 @@ def test_every_subsystem_opens_equally_many_documents_of_every_label(documents):
         for file in document["files"][:2]
     )
     assert len(openings) == 20
-    # A round of four is not whole at the end of each of the three splits.
-    assert max(openings.values()) - min(openings.values()) <= 3
+    # In a round of four, (a, b), (b, c), (c, d), (d, a), the counts are up to two apart, and each
+    # split may end within one.
+    assert max(openings.values()) - min(openings.values()) <= 2 * len(builtin_documents.SPLITS)
 
 
 def test_licence_headers_are_left_out(documents):

@@ -5,9 +5,9 @@
 
 `modes` runs `distill.sh` in `runs/benchmarks` (what is there is not done again) and writes
 `results/distillation_modes.csv` and `.png`: training loss and held-out divergence from the full
-teacher. With `--pieces`, of another vocabulary, the files bear its size. `speed` times training steps beside a teacher with four times the student's parameters
-and from its cache, turn by turn, with peak memory in fresh processes:
-`results/distillation_speed.csv`.
+teacher. Of another vocabulary (`--pieces=180`) the files bear its size. `speed` times training
+steps beside a teacher with four times the student's parameters and from its cache, turn by turn,
+with peak memory in fresh processes: `results/distillation_speed.csv`.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     bigbird-convert --init_checkpoint=bigbird-roberta-base --to=tf1 --output_dir=converted
 
-The way of a tensor: `tensor_sources.py` gives it by name, `name_maps.py` says which variable that
-is, and this file checks every shape before it assigns any. The command renames tensors without a
-model (`conversion.py`).
+The way of a tensor: `tensor_sources.py` of `checkpoint_formats` gives it by name, `name_maps.py`
+says which variable that is, and this file checks every shape before it assigns any. The command
+renames tensors without a model (`conversion.py`).
 """
 
 from __future__ import annotations

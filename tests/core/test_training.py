@@ -359,12 +359,14 @@ class TestRun:
         run(settings)  # One batch is scored at the start; steps 3, 6, 9 and 12 follow.
         assert os.listdir(Path(settings.output_dir, "best")) == ["step_6"]
 
-    def test_finished_run_is_left_as_it_is(self, uninterrupted):
+    def test_finished_run_is_left_as_it_is(self, uninterrupted, caplog):
+        caplog.set_level("INFO", logger="absl")
         settings, expected = uninterrupted
         before = {p: p.read_bytes() for p in Path(settings.output_dir).rglob("*") if p.is_file()}
         assert_same_weights(run(settings), expected)
         for path, content in before.items():
             assert path.read_bytes() == content, path
+        assert f"is finished, after {settings.num_train_steps} steps" in caplog.text
 
     def test_effective_batch_size_is_logged(self, tmp_path, caplog):
         caplog.set_level("INFO", logger="absl")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -94,10 +95,31 @@ def test_a_capture_goes_on_and_is_audited_without_its_flags(settings, capsys):
     assert "; 0 are to capture." in printed and "0 of 0 tokens" not in printed
 
 
-def test_the_command_line_wins_over_the_flags_of_the_capture(settings):
+def test_the_command_line_wins_over_the_flags_of_the_capture(settings, tmp_path):
     run(settings)
+    alone = {"cache_dir": settings["cache_dir"]}
     with pytest.raises(ValueError, match="k: 7 there, 5 here"):
-        run({"cache_dir": settings["cache_dir"]}, k=5)
+        run(alone, k=5)
+    # A teacher may move; all else is as it was.
+    shutil.copytree(settings["init_checkpoint"], tmp_path / "moved")
+    shard_path(settings["cache_dir"], 1).unlink()
+    run(alone, init_checkpoint=tmp_path / "moved", repair=True)
+    assert verify_cache(settings["cache_dir"]).ok
+
+
+def test_damaged_flags_of_a_capture_are_named(settings):
+    run(settings)
+    (settings["cache_dir"] / "capture.json").write_text("{")
+    with pytest.raises(ValueError, match="capture.json is damaged"):
+        run({"cache_dir": settings["cache_dir"]})
+
+
+def test_a_cache_without_flags_says_what_repair_needs(settings):
+    run(settings)
+    (settings["cache_dir"] / "capture.json").unlink()
+    shard_path(settings["cache_dir"], 0).unlink()
+    with pytest.raises(SystemExit, match="--repair with the flags of its capture"):
+        run({"cache_dir": settings["cache_dir"]}, verify=True)
 
 
 def test_workers_are_joined_by_finalize(settings):
@@ -157,6 +179,7 @@ def test_another_capture_into_the_same_directory_is_refused(settings):
         ({"verify": True}, "no teacher cache"),
         ({"finalize": True}, "holds no cache"),
         ({"import": "nowhere.npz"}, "there is no such file"),
+        ({"import": "nowhere.npz", "repair": True}, "no teacher to --repair"),
         ({"max_encoder_length": 2}, "max_encoder_length"),
     ],
 )

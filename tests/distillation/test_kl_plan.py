@@ -94,3 +94,11 @@ def test_expected_bytes_are_no_less_than_xla_plans_and_not_far_above(implementat
     )
     added = planned.total_bytes - planned.argument_bytes
     assert added <= plan.expected_bytes <= 1.35 * added
+
+
+def test_a_plan_reads_as_a_sentence():
+    told = str(plan_kl(32, 8, 100))
+    assert told.startswith("fused, gradient by one_pass, 32 tokens at a time (")
+    assert told.endswith(" MiB)") and "gradient" not in str(
+        plan_kl(32, 8, 9, implementation="dense")
+    )

@@ -1,1 +1,1 @@
-"""The layouts in which checkpoints lie on disk, ours and those of others, as named tensors."""
+"""Checkpoints as they lie on disk, ours and those of others: tensors, names and settings."""

@@ -20,6 +20,11 @@ def _config(directory, **settings):
     return config_from_pretrained(str(directory))
 
 
+def test_a_run_says_how_its_text_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"substitute_newline": " ", "data_dir": "x"}))
+    assert flag_values(str(tmp_path)) == {"substitute_newline": " "}
+
+
 def test_a_config_without_keys_is_the_base_model(tmp_path):
     config = _config(tmp_path, **BASE)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (768, 12, 50358)

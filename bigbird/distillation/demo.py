@@ -35,7 +35,7 @@ MODEL = {
 }
 TEACHER = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512}
 STUDENT = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256}
-STEPS = {"num_train_steps": 200, "save_checkpoints_steps": 100}
+STEPS = {"num_train_steps": 120, "save_checkpoints_steps": 60}
 # By what they learn from: the share of hard labels in their loss.
 STUDENTS = {"cache": 0, "labels": 1}
 

@@ -220,6 +220,7 @@ def _take_flags_of_capture(path):
         values = json.loads(path.read_text())
     except ValueError as error:
         raise CacheError(f"{path} is damaged ({error}). Delete it and give all flags.") from error
+    # Not `flags.adopt`, which leaves them open: what the teacher's checkpoint says would win later.
     for name, value in values.items():
         if name in FLAGS and FLAGS[name].using_default_value:
             setattr(FLAGS, name, value)
